@@ -1,0 +1,1 @@
+"""Admission: who is offered to an engine, when, and with whom."""

@@ -1,0 +1,1 @@
+"""Backends: processes and remote servers that run models, and what we know about them."""
