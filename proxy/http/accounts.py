@@ -118,8 +118,8 @@ def _line(call: Call, now: float) -> dict[str, Any]:
     if not call.endpoint:
         return line
     line.update(model=call.model, stream=call.stream, tasks=call.tasks, body_bytes=call.body_bytes)
-    if call.id.tag != call.id.shown:
-        line["ticket"] = call.id.tag
+    if call.ticket not in {"", call.id.shown}:
+        line["ticket"] = call.ticket
     if call.backend:
         line.update(backend=call.backend, generation=call.generation, cohort=call.cohort)
     if call.reason:

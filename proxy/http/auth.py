@@ -17,6 +17,8 @@ from aiohttp import web
 
 from proxy.errors import ErrorCode, ProxyError
 from proxy.http.call import Caller
+from proxy.http.endpoints import INFERENCE
+from proxy.http.passage import PREFIX, split
 from proxy.settings import AdminKey, ApiKey, Model, Settings
 
 OTHER: Final = "other"
@@ -39,8 +41,11 @@ _PUBLIC: Final = frozenset({"/healthz", "/readyz", "/favicon.ico", "/health", "/
 _OPERATOR: Final = ("/api/", "/models/", "/ui/")
 
 
-def area_of(path: str) -> Area:
-    """Return the area of a path. What is unknown is guarded like inference."""
+def area_of(path: str, raw_path: str) -> Area:
+    """Return the area of a path (decoded, and as received). What is unknown is guarded like inference."""
+    if path.startswith(PREFIX):
+        passed = split(raw_path)
+        return Area.INFERENCE if passed is not None and passed.path in INFERENCE else Area.OPERATOR
     if path in _PUBLIC:
         return Area.PUBLIC
     if path == "/metrics":

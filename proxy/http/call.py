@@ -38,6 +38,7 @@ class Call:
     dialect: Dialect
     arrived: float
     endpoint: str = ""
+    ticket: str = ""
     caller: Caller | None = None
     model: str = ""
     stream: bool = False

@@ -69,6 +69,7 @@ INFERENCE: Final = _table()
 
 def dialect_of(path: str) -> Dialect:
     """Return the dialect of errors for any path, known or not."""
+    path = "/" + path.split("/", 3)[3] if path.startswith("/upstream/") and path.count("/") > 2 else path
     if path.startswith("/v1/messages"):
         return Dialect.ANTHROPIC
     if path.startswith(("/v1/responses", "/responses")):

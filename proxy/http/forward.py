@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from aiohttp import web
 
-from proxy.admission import Grant, Mirror, TicketSpec, outcome_of
+from proxy.admission import Grant, Mirror, Ticket, TicketSpec, outcome_of
 from proxy.errors import ErrorCode, ProxyError
 from proxy.headers import to_engine
 from proxy.http.accounts import CLIENT_GONE
@@ -22,10 +22,11 @@ from proxy.http.call import Call, Caller
 from proxy.http.cut import Cut
 from proxy.http.endpoints import Endpoint
 from proxy.http.facts import Facts
-from proxy.http.ports import HttpContext, Ticket
+from proxy.http.ports import HttpContext
 from proxy.http.pump import EventSink, Passage, PlainSink
 from proxy.http.render import engine_error_event
 from proxy.http.reply import Reply
+from proxy.settings import Budgets
 from proxy.types import Outcome, TicketState
 from proxy.upstream import Exchange, Head, Upstream, UpstreamDied, UpstreamRequest
 
@@ -38,12 +39,18 @@ CLOSE_WAIT_S: Final = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is to be sent where, for whom. `target` is the origin-form path with its query, as received."""
+    """What is to be sent where, for whom.
+
+    `target` is the origin-form path with its query, as received. `limits` are the model's own unless
+    given. `may_load` is false for reads that must not start a model.
+    """
 
     caller: Caller
     endpoint: Endpoint
     facts: Facts
     target: str
+    limits: Budgets | None = None
+    may_load: bool = True
 
 
 class Flight:
@@ -56,7 +63,7 @@ class Flight:
         self._plan, self._facts = plan, plan.facts
         self._reply = Reply(request, call)
         self._cut = Cut()
-        self._limits = ctx.catalog.model(call.model).budgets
+        self._limits = plan.limits or ctx.catalog.model(call.model).budgets
         self._meter = Meter(self._limits, ctx.clock())
         off = request.headers.get("x-keepalive", "").strip().lower() == "off"
         self._keepalive_s = None if off or not plan.facts.stream else ctx.settings.admission.keepalive_s
@@ -76,7 +83,7 @@ class Flight:
         ticket = self._ctx.admission.submit(self._spec())
         call.submitted = self._ctx.clock()
         self._ctx.metrics.overhead.labels("admit").observe(call.submitted - began)
-        self._ticket = ticket
+        self._ticket, call.ticket = ticket, ticket.id
         ticket.ended.add_done_callback(self._cut.on_ended)
         unwatch = self._sweeper.add(self)
         outcome, code = Outcome.CANCELLED, CLIENT_GONE
@@ -107,7 +114,8 @@ class Flight:
             if self._comment is not None:
                 self._comment.cancel()
             call.outcome, call.code = outcome, code
-            call.reason = (ticket.reason or "") and str(ticket.reason)
+            call.reason = str(ticket.reason or "")
+            call.cohort = ticket.cohort if ticket.cohort is not None else call.cohort
             ticket.release(outcome, code, upstream_open=self._opening and not self._complete)
         return self._answer()
 
@@ -154,6 +162,7 @@ class Flight:
             endpoint=call.endpoint,
             max_queue=caller.max_queue,
             n=facts.work.n,
+            may_load=self._plan.may_load,
         )
 
     async def _serve(self, ticket: Ticket) -> None:
@@ -181,6 +190,8 @@ class Flight:
             raise await self._cause(died, ticket) from died
 
     async def _granted(self, ticket: Ticket) -> Grant:
+        if self._keepalive_s is None:
+            return await ticket.granted()
         while True:
             grant = await ticket.granted(self._keepalive_s)
             if grant is not None:

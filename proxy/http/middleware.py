@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Final
 
 from aiohttp import web
+from aiohttp.typedefs import Middleware
 
 from proxy import logs
 from proxy.errors import ErrorCode, ProxyError
@@ -45,7 +46,7 @@ class Entry:
         """The checks of callers, for handlers that need more than their path's area asks."""
         return self._keeper
 
-    def middleware(self) -> Callable[[web.Request, Handler], Awaitable[web.StreamResponse]]:
+    def middleware(self) -> Middleware:
         """Return the aiohttp middleware."""
 
         @web.middleware
@@ -96,7 +97,7 @@ class Entry:
             call.headers = self._cors(request)
             if request.method == "OPTIONS":
                 return self._preflight(request)
-            call.caller = self._keeper.check(request, area_of(request.path))
+            call.caller = self._keeper.check(request, area_of(request.path, request.raw_path))
             return await handler(request)
         except ProxyError as error:
             refusal = error

@@ -4,9 +4,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
+from proxy.admission import Ticket
 from proxy.clock import Clock
 from proxy.http.call import Call
-from proxy.http.ports import Ticket
 from proxy.http.reply import Reply
 from proxy.metrics import Metrics
 from proxy.sse import Shape, Splitter, UsageMeter, content_chunks
