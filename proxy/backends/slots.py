@@ -33,7 +33,10 @@ class ParseError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class SlotsReport:
-    """What one `/slots` answer says. `native` is true when the phase fields are there."""
+    """What one `/slots` answer says.
+
+    `native` is true when the phase fields are there; `seq` is the newest event's, None where none was said.
+    """
 
     slots: tuple[SlotView, ...]
     native: bool = False
@@ -41,7 +44,7 @@ class SlotsReport:
     sealed: bool = False
     cohort: int | None = None
     decode_running_ms: float = 0.0
-    seq: int = 0
+    seq: int | None = None
     lost: int = 0
     events: tuple[PhaseEvent, ...] = ()
 
@@ -59,7 +62,7 @@ def parse(body: bytes) -> SlotsReport:
         raise ParseError(f"/slots is not JSON: {error}") from None
     if isinstance(data, dict):
         return _light(data)
-    return _report(_list(data, "/slots"), (), 0, 0)
+    return _report(_list(data, "/slots"), (), None, 0)
 
 
 def _light(data: Mapping[str, Any]) -> SlotsReport:
@@ -68,12 +71,14 @@ def _light(data: Mapping[str, Any]) -> SlotsReport:
     events = tuple(
         _event(item, f"events[{i}]") for i, item in enumerate(_list(data.get("events", []), "events"))
     )
-    newest = max((event.seq for event in events), default=0)
-    seq = _int(data, "seq", "", default=newest)
-    return _report(_list(data["slots"], "slots"), events, max(seq, newest), _int(data, "lost", "", default=0))
+    newest = max((event.seq for event in events), default=None)
+    seq = _optional(data, "seq", "")
+    if seq is None or (newest is not None and newest > seq):
+        seq = newest
+    return _report(_list(data["slots"], "slots"), events, seq, _int(data, "lost", "", default=0))
 
 
-def _report(raw: list[Any], events: tuple[PhaseEvent, ...], seq: int, lost: int) -> SlotsReport:
+def _report(raw: list[Any], events: tuple[PhaseEvent, ...], seq: int | None, lost: int) -> SlotsReport:
     if len(raw) > MAX_SLOTS:
         raise ParseError(f"/slots: {len(raw)} slots are more than {MAX_SLOTS}")
     phases: list[Mapping[str, Any]] = []
