@@ -51,12 +51,13 @@ class Splitter:
     of no use to any client, is never sent.
     """
 
-    __slots__ = ("_limit", "_open", "_rest")
+    __slots__ = ("_after_cr", "_limit", "_open", "_rest")
 
     def __init__(self, limit: int = HOLD_LIMIT) -> None:
         self._rest = bytearray()
         self._limit = limit
         self._open = False
+        self._after_cr = False
 
     @property
     def on_boundary(self) -> bool:
@@ -71,6 +72,11 @@ class Splitter:
     def feed(self, data: bytes) -> bytes:
         """Return the bytes that may pass now: all up to the last event end, possibly none."""
         rest = self._rest
+        if self._after_cr:
+            # the CR that ended an event was half of a CR LF: the rest of that line end goes with it
+            self._after_cr = False
+            if data.startswith(b"\n"):
+                return b"\n" + self.feed(data[1:])
         if not rest and data.endswith(b"\n\n"):
             self._open = False
             return data
@@ -87,6 +93,7 @@ class Splitter:
             self._open = False
         whole = bytes(rest[:cut])
         del rest[:cut]
+        self._after_cr = not rest and whole.endswith(b"\r") and not self._open
         return whole
 
     def finish(self) -> bytes:

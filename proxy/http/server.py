@@ -53,9 +53,10 @@ class JsonRequestHandler(RequestHandler):
         ours = mint()
         log = logs.get("http")
         if status < 500:
-            log.info("request refused by the parser", id=ours, remote=request.remote, error=str(exc))
-            text = " ".join((message or "bad request").split())
-            error = ProxyError(ErrorCode.INVALID_REQUEST, f"the request is not valid HTTP: {text[:300]}")
+            # the parser quotes the offending bytes below its first line; they may hold a key
+            text = (message or "bad request").strip().partition("\n")[0].rstrip(":")[:200]
+            log.info("request refused by the parser", id=ours, remote=request.remote, error=text)
+            error = ProxyError(ErrorCode.INVALID_REQUEST, f"the request is not valid HTTP: {text}")
         else:
             log.error("connection failed", id=ours, remote=request.remote, exc_info=exc)
             error = internal_error()
