@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from aiohttp import web
+from aiohttp import hdrs, web
 
 from proxy.admission import Work
 from proxy.errors import ErrorCode, ProxyError
@@ -16,6 +16,7 @@ from proxy.http.forward import Flight, Plan
 from proxy.http.passage import operator_may, split
 from proxy.http.ports import HttpContext
 from proxy.settings import Budgets
+from proxy.types import ModelState
 
 READ_LIMITS: Final = Budgets(first_token_timeout_s=None, inter_token_timeout_s=None, total_timeout_s=30.0)
 """Reads of an engine's state answer in milliseconds; whoever waits longer should be told."""
@@ -53,7 +54,8 @@ class Inference:
                 data = await body.read(request, self._server)
                 return await self._engine(request, call, passed.model, passed.target, data)
         raise ProxyError(
-            ErrorCode.NOT_FOUND, f"{request.method} {request.path[:200]} leads to nothing an engine offers here"
+            ErrorCode.NOT_FOUND,
+            f"{request.method} {request.path[:200]} leads to nothing an engine offers here",
         )
 
     async def _infer(
@@ -74,6 +76,11 @@ class Inference:
     ) -> web.StreamResponse:
         call.body_done = self._ctx.clock()
         caller = self._choose(call, model)
+        if request.method == hdrs.METH_HEAD:
+            # costs no capacity: answered from what is known
+            if self._ctx.models.state(call.model) is not ModelState.READY:
+                raise ProxyError(ErrorCode.NO_BACKEND, f"the model {call.model!r} is not loaded")
+            return web.Response(content_type="application/json")
         facts = Facts(model, stream=False, work=Work(0), body=data)
         plan = Plan(caller, Endpoint(call.endpoint), facts, target, READ_LIMITS, may_load=False)
         return await Flight(self._ctx, self._sweeper, request, call, plan).run()
@@ -86,14 +93,18 @@ class Inference:
         model = catalog.resolve(name) if name else catalog.only()
         if model is None and not name:
             known = ", ".join(catalog.ids()[:_NAMES_SHOWN]) or "none is configured"
-            raise ProxyError(ErrorCode.INVALID_REQUEST, f"'model' is missing (models: {known})", param="model")
+            raise ProxyError(
+                ErrorCode.INVALID_REQUEST, f"'model' is missing (models: {known})", param="model"
+            )
         if model is None:
             raise ProxyError(
                 ErrorCode.MODEL_NOT_FOUND, f"the model {name!r} does not exist; see /v1/models", param="model"
             )
         if not may_use(caller, model, catalog.model(model)):
             raise ProxyError(
-                ErrorCode.PERMISSION_DENIED, f"this key may not use the model {name or model!r}", param="model"
+                ErrorCode.PERMISSION_DENIED,
+                f"this key may not use the model {name or model!r}",
+                param="model",
             )
         call.model = model
         return caller

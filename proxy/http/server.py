@@ -10,7 +10,7 @@ from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
 
 from proxy import logs
-from proxy.errors import ErrorCode, ProxyError
+from proxy.errors import SOURCE, ErrorCode, ProxyError
 from proxy.headers import mint
 from proxy.http.hardening import MAX_FIELDS
 from proxy.http.render import error_response, internal_error
@@ -64,6 +64,7 @@ class JsonRequestHandler(RequestHandler):
             raise ConnectionError("a response has begun; no second one can follow")
         response = error_response(error, Dialect.OPENAI, ours)
         response.headers["x-request-id"] = ours
+        response.headers["Server"] = SOURCE
         response.force_close()
         return response
 

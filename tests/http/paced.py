@@ -251,7 +251,10 @@ def whole(path: str, body: dict[str, Any], tokens: int, pad: int) -> Any:
             choice["message"] = {"role": "assistant", "content": None, "tool_calls": [call]}
         kind = "chat.completion"
     elif path.endswith("/v1/completions"):
-        choice, kind = {"index": 0, "finish_reason": "stop", "text": text, "logprobs": None}, "text_completion"
+        choice, kind = (
+            {"index": 0, "finish_reason": "stop", "text": text, "logprobs": None},
+            "text_completion",
+        )
     else:
         return {"echo": path, "target_body": body, "timings": TIMINGS}
     choices = [{**choice, "index": index} for index in range(body.get("n", 1))]

@@ -69,7 +69,9 @@ async def test_the_anthropic_shape():
 )
 async def test_bad_bodies(body, code, param):
     async with house() as h:
-        answer, value = await refused(h, "POST", CHAT, data=body, headers={"Content-Type": "application/json"})
+        answer, value = await refused(
+            h, "POST", CHAT, data=body, headers={"Content-Type": "application/json"}
+        )
         assert answer.status == 400
         assert openai(value, code)["param"] == param
         assert h.engine.requests == []

@@ -76,19 +76,36 @@ def test_media_types():
 def form(*parts: tuple[str, bytes], boundary: bytes = b"xYz", preamble: bytes = b"") -> bytes:
     made = preamble
     for head, value in parts:
-        made += b"--" + boundary + b"\r\nContent-Disposition: form-data; " + head.encode() + b"\r\n\r\n" + value + b"\r\n"
+        made += (
+            b"--"
+            + boundary
+            + b"\r\nContent-Disposition: form-data; "
+            + head.encode()
+            + b"\r\n\r\n"
+            + value
+            + b"\r\n"
+        )
     return made + b"--" + boundary + b"--\r\n"
 
 
 def test_the_model_of_a_form_is_found_around_a_file():
-    noise = b'RIFF\r\n\r\nContent-Disposition: form-data; name="model"\r\n\r\nwrong\r\n--xY' + bytes(range(256))
+    noise = b'RIFF\r\n\r\nContent-Disposition: form-data; name="model"\r\n\r\nwrong\r\n--xY' + bytes(
+        range(256)
+    )
     data = form(
-        ('name="file"; filename="name=\\"model\\".wav"', noise), ('name="model"', b"whisper"), ("name=stream", b"true")
+        ('name="file"; filename="name=\\"model\\".wav"', noise),
+        ('name="model"', b"whisper"),
+        ("name=stream", b"true"),
     )
     facts = form_facts(AUDIO, data, "multipart/form-data; boundary=xYz")
     assert facts.body is data
     assert (facts.model, facts.stream, facts.work.tasks) == ("whisper", True, 1)
-    assert form_facts(AUDIO, form(("name=model", b"m"), preamble=b"hello\r\n"), 'multipart/form-data; boundary="xYz"').model == "m"
+    assert (
+        form_facts(
+            AUDIO, form(("name=model", b"m"), preamble=b"hello\r\n"), 'multipart/form-data; boundary="xYz"'
+        ).model
+        == "m"
+    )
 
 
 @pytest.mark.parametrize(

@@ -34,22 +34,45 @@ def test_hop_by_hop_and_named_fields_stay_behind_both_ways():
 
 def test_connection_cannot_name_our_own_fields_away():
     fields = [("Connection", "x-request-id, x-phase-gather-ms"), ("x-request-id", "theirs")]
-    assert to_engine(fields, tag="ours.1", gather_ms=0) == [("x-request-id", "ours.1"), ("x-phase-gather-ms", "0")]
+    assert to_engine(fields, tag="ours.1", gather_ms=0) == [
+        ("x-request-id", "ours.1"),
+        ("x-phase-gather-ms", "0"),
+    ]
 
 
 def test_credentials_and_browser_fields_never_reach_an_engine():
     fields = [
         (name, "secret")
         for name in (
-            *("Authorization", "X-Api-Key", "Cookie", "Origin", "Referer", "Host", "Content-Length", "Expect"),
-            *("Accept-Encoding", "Sec-Fetch-Site", "Access-Control-Request-Method", "x-keepalive", "x-priority"),
+            *(
+                "Authorization",
+                "X-Api-Key",
+                "Cookie",
+                "Origin",
+                "Referer",
+                "Host",
+                "Content-Length",
+                "Expect",
+            ),
+            *(
+                "Accept-Encoding",
+                "Sec-Fetch-Site",
+                "Access-Control-Request-Method",
+                "x-keepalive",
+                "x-priority",
+            ),
         )
     ]
     assert to_engine(fields, tag="t.1", gather_ms=None) == [("x-request-id", "t.1")]
 
 
 def test_the_engines_cookies_ids_and_cors_are_not_passed():
-    fields = [("Set-Cookie", "a"), ("x-request-id", "t.1"), ("Access-Control-Allow-Origin", "*"), ("Server", "s")]
+    fields = [
+        ("Set-Cookie", "a"),
+        ("x-request-id", "t.1"),
+        ("Access-Control-Allow-Origin", "*"),
+        ("Server", "s"),
+    ]
     assert to_client(fields) == [("Server", "s")]
 
 

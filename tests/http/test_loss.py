@@ -139,7 +139,9 @@ async def test_a_client_that_stops_reading_slows_the_engine_and_grows_nothing():
 async def test_while_sending_the_body():
     async with house() as h:
         _, writer = await asyncio.open_connection("127.0.0.1", h.port)
-        writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n")
+        writer.write(
+            b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        )
         writer.write(b"Content-Length: 1000\r\n\r\n{")
         await writer.drain()
         writer.transport.abort()
@@ -152,7 +154,9 @@ async def test_a_hundred_clients_that_leave_at_any_moment_leave_nothing_behind()
     async with house(configured, slots=2) as h:
 
         async def visit(number: int) -> None:
-            async with Client(h, chat(number % 2 == 0, tokens=30, pace_ms=3, prefill_ms=number % 7 * 10)) as client:
+            async with Client(
+                h, chat(number % 2 == 0, tokens=30, pace_ms=3, prefill_ms=number % 7 * 10)
+            ) as client:
                 try:
                     async with asyncio.timeout(number % 23 * 0.02):
                         await client.reader.read()

@@ -35,7 +35,10 @@ REFUSED = {
     + BODY,
     "200 headers": POST + b"".join(b"X-%d: a\r\n" % n for n in range(200)) + LENGTH + b"\r\n" + BODY,
     "64 KiB target": b"GET /" + b"a" * 65536 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n",
-    "absolute target": b"POST http://localhost/v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n" + LENGTH + b"\r\n" + BODY,
+    "absolute target": b"POST http://localhost/v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
+    + LENGTH
+    + b"\r\n"
+    + BODY,
     "foreign absolute target": b"GET http://evil.example/v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n",
     "CONNECT": b"CONNECT evil.example:80 HTTP/1.1\r\nHost: localhost\r\n\r\n",
     "no Host": b"GET /v1/models HTTP/1.1\r\n\r\n",
@@ -109,7 +112,9 @@ async def test_an_encoded_letter_does_not_lead_round_the_operators_check():
 
 async def test_connection_header_cannot_take_our_request_id_away():
     async with house() as h:
-        request = POST + b"Connection: x-request-id, close\r\nx-request-id: mine\r\n" + LENGTH + b"\r\n" + BODY
+        request = (
+            POST + b"Connection: x-request-id, close\r\nx-request-id: mine\r\n" + LENGTH + b"\r\n" + BODY
+        )
         out = await raw(h.port, request, 2.0)
         assert b"\r\nx-request-id: mine\r\n" in out
         assert h.engine.requests[0].header("x-request-id") == ["mine.1"]
@@ -127,11 +132,17 @@ async def test_an_upgrade_is_ignored():
 async def test_no_continue_for_a_body_that_will_be_refused():
     configured = settings(server={"max_body_bytes": 1000})
     async with house(configured) as h:
-        status, value = only_answer(await raw(h.port, POST + b"Expect: 100-continue\r\nContent-Length: 5000\r\n\r\n", 1.0))
+        status, value = only_answer(
+            await raw(h.port, POST + b"Expect: 100-continue\r\nContent-Length: 5000\r\n\r\n", 1.0)
+        )
         assert (status, value["error"]["code"]) == (413, "request_too_large")
-        out = await raw(h.port, POST + b"Connection: close\r\nExpect: 100-continue\r\n" + LENGTH + b"\r\n" + BODY, 2.0)
+        out = await raw(
+            h.port, POST + b"Connection: close\r\nExpect: 100-continue\r\n" + LENGTH + b"\r\n" + BODY, 2.0
+        )
         assert out.startswith(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200")
-        status, _ = only_answer(await raw(h.port, POST + b"Expect: coffee\r\n" + LENGTH + b"\r\n" + BODY, 1.0))
+        status, _ = only_answer(
+            await raw(h.port, POST + b"Expect: coffee\r\n" + LENGTH + b"\r\n" + BODY, 1.0)
+        )
         assert status == 400
 
 

@@ -30,7 +30,11 @@ def test_every_kind_of_empty_line_ends_an_event(end):
     assert splitter.held == 0
 
 
-@given(st.lists(st.binary(max_size=12) | st.sampled_from([b"\n\n", b"\r\n\r\n", b"\r\r", b"\r", b"\n"]), max_size=30))
+@given(
+    st.lists(
+        st.binary(max_size=12) | st.sampled_from([b"\n\n", b"\r\n\r\n", b"\r\r", b"\r", b"\n"]), max_size=30
+    )
+)
 def test_all_bytes_pass_in_order_and_what_passes_ends_at_a_boundary(reads):
     """Whatever the reads: nothing is lost or changed, and each piece let through ends with an event."""
     splitter = Splitter()
@@ -135,7 +139,10 @@ def test_n_choices_add_up_over_one_prompt_and_prompts_over_several():
 
 
 def test_anthropic_start_and_end_together():
-    start = {"type": "message_start", "message": {"usage": {"cache_read_input_tokens": 3, "input_tokens": 7, "output_tokens": 0}}}
+    start = {
+        "type": "message_start",
+        "message": {"usage": {"cache_read_input_tokens": 3, "input_tokens": 7, "output_tokens": 0}},
+    }
     end = {"type": "message_delta", "usage": {"output_tokens": 5}}
     assert meter(start, end) == Usage(10, 3, 5, None, None)
 
