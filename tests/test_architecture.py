@@ -24,7 +24,7 @@ LAYER_OF = {
     "http": 3,
     "app": 4,
     "cli": 5,
-    "__main__": 5,
+    "__main__": 6,
 }
 
 THIRD_PARTY_ROOMS = {
