@@ -112,7 +112,9 @@ def test_third_parties_are_confined(name: str, file: Path) -> None:
     for imported in imports(file):
         rooms = THIRD_PARTY_ROOMS.get(imported.split(".")[0])
         if rooms is not None:
-            assert any(name == room or name.startswith(room + ".") for room in rooms), f"{name} imports {imported}"
+            assert any(name == room or name.startswith(room + ".") for room in rooms), (
+                f"{name} imports {imported}"
+            )
 
 
 @pytest.mark.parametrize(("name", "file"), MODULES, ids=[name for name, _ in MODULES])

@@ -134,7 +134,14 @@ def test_models_dir_adds_what_is_not_named(tmp_path: Path) -> None:
     """Every GGUF is a model; projectors and later shards are not; an entry keeps its own name."""
     folder = tmp_path / "models"
     folder.mkdir()
-    for name in ("a.gguf", "b.gguf", "mmproj-a.gguf", "s-00001-of-00002.gguf", "s-00002-of-00002.gguf", "x.txt"):
+    for name in (
+        "a.gguf",
+        "b.gguf",
+        "mmproj-a.gguf",
+        "s-00001-of-00002.gguf",
+        "s-00002-of-00002.gguf",
+        "x.txt",
+    ):
         (folder / name).touch()
     file = tmp_path / "c.yaml"
     file.write_text("models_dir: models\nmodels: {mine: {path: models/b.gguf}}")
