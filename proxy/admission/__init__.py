@@ -11,6 +11,7 @@ from proxy.admission.records import (
     ModelAdmissionView,
     TicketSpec,
     TicketView,
+    outcome_of,
 )
 from proxy.admission.ticket import Ticket
 
@@ -27,4 +28,5 @@ __all__ = [
     "Work",
     "World",
     "count_work",
+    "outcome_of",
 ]
