@@ -1,6 +1,5 @@
 """A recorder around the pure core: drives it by what happens, keeps its effects, checks its rules each step."""
 
-
 from proxy.admission import TicketSpec
 from proxy.admission.core import step
 from proxy.admission.events import (
@@ -123,7 +122,13 @@ class Scene:
         """A snapshot arrives; asked now unless said otherwise."""
         asked = self.now if asked is None else asked
         shown = Snapshot(
-            key or backend(), asked, self.now, slots(*busy, total=total), native=native, phase=phase, cohort=cohort
+            key or backend(),
+            asked,
+            self.now,
+            slots(*busy, total=total),
+            native=native,
+            phase=phase,
+            cohort=cohort,
         )
         self.post(Seen(shown))
         return self
@@ -218,7 +223,7 @@ class Scene:
 
     @property
     def waiting(self):
-        order = sorted((v for v in ticket_views(self.state, self.now) if v.position), key=lambda v: v.position)
+        order = sorted(
+            (v for v in ticket_views(self.state, self.now) if v.position), key=lambda v: v.position
+        )
         return [view.id for view in order]
-
-

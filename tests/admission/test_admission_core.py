@@ -431,7 +431,13 @@ def test_bound_on_waiting_bytes():
 
 def test_a_refused_newcomer_leaves_nobody_blocked():
     """A newcomer of higher class that does not fit is refused; whoever fits behind it still goes."""
-    s = Scene(max_queue=1, stale_after_s=3.0).ready(slots=4).arrive("run").see("run.1", "x", "y", "z").arrive("a")
+    s = (
+        Scene(max_queue=1, stale_after_s=3.0)
+        .ready(slots=4)
+        .arrive("run")
+        .see("run.1", "x", "y", "z")
+        .arrive("a")
+    )
     assert s.granted == ["run"]
     s.now += 3.0  # the mirror goes dark in the very step in which the newcomer comes
     s.arrive("big", tasks=4, priority=10)

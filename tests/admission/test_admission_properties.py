@@ -8,7 +8,7 @@ import os
 from admission_kit import backend, spec
 from hypothesis import HealthCheck, assume, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from proxy.admission.core import step
 from proxy.admission.events import (
@@ -79,13 +79,14 @@ class Histories(RuleBasedStateMachine):
         self.up = dict.fromkeys(MODELS, False)
         self.policy = {}
         self.armed = None
-        self.closed = False
         self.past_tags = []
         self.post(Configured(LIMITS))
 
-    @initialize(policy=st.sampled_from(list(PhasePolicy)))
-    def choose(self, policy):
+    @initialize(policy=st.sampled_from(list(PhasePolicy)), up=st.sampled_from((MODELS, MODELS, ("m",), ())))
+    def choose(self, policy, up):
         self.policy = dict.fromkeys(MODELS, policy)
+        for model in up:
+            self.ready(model, stale=False)
 
     # --- driving ----------------------------------------------------------------------------------
 
@@ -167,7 +168,18 @@ class Histories(RuleBasedStateMachine):
 
     @rule(index=st.integers(0, 200), upstream_open=st.booleans(), outcome=st.sampled_from(list(Outcome)))
     def release(self, index, upstream_open, outcome):
-        name = self.known(index)
+        """Anybody's release, at any time, again and again."""
+        self.let_go(self.known(index), upstream_open, outcome)
+
+    @rule(pick=st.integers(0, 30), upstream_open=st.booleans())
+    def finish(self, pick, upstream_open):
+        """The release of a ticket that holds capacity."""
+        running = [name for name, entry in self.state.tickets.items() if entry.grant is not None]
+        assume(running)
+        outcome = Outcome.CANCELLED if upstream_open else Outcome.COMPLETED
+        self.let_go(running[pick % len(running)], upstream_open, outcome)
+
+    def let_go(self, name, upstream_open, outcome):
         over = name not in self.state.tickets
         before = [model_view(self.state, model, self.now).charged for model in MODELS]
         self.post(Released(name, outcome, upstream_open=upstream_open))
@@ -175,51 +187,64 @@ class Histories(RuleBasedStateMachine):
             assert before == [model_view(self.state, model, self.now).charged for model in MODELS]
 
     @rule(index=st.integers(0, 200))
-    def cancel(self, index):
-        self.post(Cancelled(self.known(index), ProxyError(ErrorCode.CANCELLED_BY_OPERATOR, "x")))
-
-    @rule(index=st.integers(0, 200))
     def first_byte(self, index):
         self.post(FirstByte(self.known(index)))
 
-    @rule(model=models, stale=st.booleans())
-    def ready(self, model, stale):
-        if stale and self.generation[model]:
-            self.post_ready(model, self.generation[model] - 1)
-            return
-        self.generation[model] += 1
-        self.up[model] = True
-        self.post_ready(model, self.generation[model])
+    @rule(
+        kind=st.sampled_from(
+            ("cancel", "ready", "down", "failed", "gate", "gate", "open", "open", "end", "stop")
+        ),
+        luck=st.integers(0, 3),
+        model=models,
+        index=st.integers(0, 200),
+        admin=st.sampled_from(list(AdminState)),
+        mode=st.sampled_from(("hold", "reject")),
+        stale=st.booleans(),
+    )
+    def trouble(self, kind, luck, model, index, admin, mode, stale):
+        """What operators and crashes do; one rule, so that most of a history is ordinary service."""
+        match kind:
+            case "cancel":
+                self.post(Cancelled(self.known(index), ProxyError(ErrorCode.CANCELLED_BY_OPERATOR, "x")))
+            case "ready":
+                self.ready(model, stale=stale)
+            case "down":
+                self.up[model] = self.up[model] and stale
+                key = backend(self.generation[model] - int(stale), model=model)
+                self.post(BackendDown(key, ProxyError(ErrorCode.UPSTREAM_ERROR, "x")))
+            case "failed":
+                self.post(LoadFailed(model, ProxyError(ErrorCode.MODEL_LOAD_FAILED, "x")))
+            case "gate":
+                self.post(GateSet(model, admin, "why", mode))
+            case "open":
+                self.post(GateSet(model, AdminState.ENABLED))
+                if not self.up[model]:
+                    self.ready(model, stale=False)
+            case "end":
+                self.up[model] = False
+                self.post(ModelEnded(model, ProxyError(ErrorCode.MODEL_UNLOADED, "x")))
+                assert not [v for v in ticket_views(self.state, self.now) if v.model == model]
+            case "stop" if luck == 0:
+                self.post(ShutDown(ProxyError(ErrorCode.SHUTTING_DOWN, "x"), cut=stale))
 
-    def post_ready(self, model, generation):
+    def ready(self, model, *, stale):
+        if not stale:
+            self.generation[model] += 1
+            self.up[model] = True
+        generation = self.generation[model] - int(stale)
         info = EngineInfo(SLOTS[model], 4096, self.policy[model])
         self.post(BackendReady(backend(generation, model=model), info))
 
-    @rule(model=models, stale=st.booleans())
-    def down(self, model, stale):
-        key = backend(self.generation[model] - int(stale), model=model)
-        self.up[model] = self.up[model] and stale
-        self.post(BackendDown(key, ProxyError(ErrorCode.UPSTREAM_ERROR, "x")))
-
-    @rule(model=models)
-    def load_failed(self, model):
-        self.post(LoadFailed(model, ProxyError(ErrorCode.MODEL_LOAD_FAILED, "x")))
-
-    @rule(model=models, admin=st.sampled_from(list(AdminState)), mode=st.sampled_from(("hold", "reject")))
-    def gate(self, model, admin, mode):
-        self.post(GateSet(model, admin, "why", mode))
-
-    @rule(model=models)
-    def end_model(self, model):
-        self.up[model] = False
-        self.post(ModelEnded(model, ProxyError(ErrorCode.MODEL_UNLOADED, "x")))
-        assert not [v for v in ticket_views(self.state, self.now) if v.model == model]
-
-    @rule(cut=st.booleans())
-    @precondition(lambda self: self.counter > 12)
-    def shut_down(self, cut):
-        self.closed = True
-        self.post(ShutDown(ProxyError(ErrorCode.SHUTTING_DOWN, "x"), cut))
+    @rule(
+        model=models, native=st.booleans(), member=st.sampled_from(list(MemberState)), keep=st.integers(0, 5)
+    )
+    def look(self, model, native, member, keep):
+        """An honest snapshot: slots of tickets that are charged, some of the cancelled ones gone."""
+        mine = [e for e in self.state.tickets.values() if e.grant is not None and e.spec.model == model]
+        live = [e.grant.tag for e in mine if e.state is not TicketState.CANCELLING and e.cost]
+        gone = [e.grant.tag for e in mine if e.state is TicketState.CANCELLING]
+        self.now += 0.05
+        self.show(model, [(tag, member) for tag in (live + gone[:keep])], native)
 
     @rule(
         model=models,
@@ -230,10 +255,17 @@ class Histories(RuleBasedStateMachine):
     )
     def see(self, model, native, back, age, picks):
         """A snapshot with slots of tickets of any time and of strangers, honest or not."""
-        shown = []
-        for index, (pick, member) in enumerate(picks[: SLOTS[model]]):
-            tag = self.past_tags[-1 - pick % len(self.past_tags)] if pick >= 0 and self.past_tags else f"x{pick}"
-            shown.append(SlotView(index, True, tag=tag if native else "", member=member))
+        busy = []
+        for pick, member in picks:
+            past = self.past_tags
+            busy.append((past[-1 - pick % len(past)] if pick >= 0 and past else f"x{pick}", member))
+        self.show(model, busy, native, back, age)
+
+    def show(self, model, busy, native, back=0, age=0.0):
+        shown = [
+            SlotView(index, True, tag=tag if native else "", member=member if native else MemberState.NONE)
+            for index, (tag, member) in enumerate(busy[: SLOTS[model]])
+        ]
         shown += [SlotView(index, False) for index in range(len(shown), SLOTS[model])]
         key = backend(self.generation[model] - back, model=model)
         self.post(Seen(Snapshot(key, self.now - age, self.now, tuple(shown), native=native)))
@@ -266,7 +298,11 @@ class Histories(RuleBasedStateMachine):
 
     @invariant()
     def ledger_is_the_living(self):
-        charged = sum(model_view(self.state, model, self.now).backends[0].grants for model in MODELS if self.books(model))
+        charged = sum(
+            model_view(self.state, model, self.now).backends[0].grants
+            for model in MODELS
+            if self.books(model)
+        )
         granted = [entry for entry in self.state.tickets.values() if entry.grant is not None]
         assert charged == len(granted)
         assert {e.spec.id for e in granted} == set(self.state.tickets) & set(self.grants)
@@ -322,7 +358,7 @@ class Histories(RuleBasedStateMachine):
 
 Histories.TestCase.settings = settings(
     max_examples=int(os.environ.get("ADMISSION_EXAMPLES", "150")),
-    stateful_step_count=60,
+    stateful_step_count=80,
     deadline=None,
     suppress_health_check=list(HealthCheck),
 )
