@@ -236,13 +236,12 @@ def _seen(state: State, snapshot: Snapshot, rooms: dict[str, Room], now: float) 
     if room is None or ledger is None or ledger.knows_better_than(snapshot):
         return []
     rooms[key.model] = room
-    before = ledger.capacity(now).foreign
+    before = ledger.disputed
     gone = ledger.observe(snapshot)
     effects = _all(life.remove(state, state.tickets[ticket], now) for ticket in gone)
     effects += mirror.reflect(state, room, snapshot, now)
-    foreign = ledger.capacity(now).foreign
-    if foreign > before:
-        effects.append(Mismatch(key, foreign))
+    if ledger.disputed > before:
+        effects.append(Mismatch(key, ledger.disputed))
     return effects
 
 

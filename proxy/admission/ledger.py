@@ -72,6 +72,9 @@ class Ledger:
     stale_after_s: float
     charges: dict[str, Charge] = field(default_factory=dict)
     snapshot: Snapshot | None = None
+    disputed: int = 0
+    """Foreign slots in the last two snapshots alike: work that is not ours, not just an ending of ours."""
+    _last_foreign: int = 0
     _released: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -139,6 +142,9 @@ class Ledger:
         for charge in gone:
             self._drop(charge.ticket, charge.released_at or asked)
         self._released = {tag: at for tag, at in self._released.items() if at >= asked}
+        foreign = self._foreign() if snapshot.native else 0
+        self.disputed = min(foreign, self._last_foreign)
+        self._last_foreign = foreign
         return tuple(charge.ticket for charge in gone)
 
     def settle(self, now: float) -> tuple[str, ...]:

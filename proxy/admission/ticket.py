@@ -114,6 +114,7 @@ class Ticket:
         if self._released:
             return
         self._released = True
+        self._answer.cancel()
         self._desk.released(self.id, outcome, code, upstream_open=upstream_open)
 
     def resolve(self, grant: Grant) -> None:

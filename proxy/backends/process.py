@@ -227,13 +227,14 @@ class EngineProcess:
             sent.append(number.name)
 
     def _group_alive(self) -> bool:
+        """Whether anyone of the group still runs; zombies wait for whoever adopted them, not for us."""
         try:
             os.killpg(self.pid, 0)
         except ProcessLookupError:
             return False
         except PermissionError:
             return True
-        return True
+        return any(_group(pid) == self.pid and _born(pid) is not None for pid in psutil.pids())
 
     def _hopeless(self) -> bool:
         return any(_status(pid) in _HOPELESS for pid in (self.pid, *descendants(self.pid)))
@@ -263,6 +264,13 @@ def _status(pid: int) -> str:
         return psutil.Process(pid).status()
     except psutil.NoSuchProcess:
         return psutil.STATUS_DEAD
+
+
+def _group(pid: int) -> int:
+    try:
+        return os.getpgid(pid)
+    except (ProcessLookupError, PermissionError):
+        return 0
 
 
 def _born(pid: int) -> float | None:

@@ -145,7 +145,7 @@ def _slot(slot: Mapping[str, Any], phase: Mapping[str, Any] | None, where: str) 
     return SlotView(
         id=slot_id,
         busy=True,
-        task=_optional(slot, "id_task", where),
+        task=None if (task := _optional(slot, "id_task", where, low=-1)) == -1 else task,
         tag=_str(phase, "request", at, default=""),
         member=member,
         cohort=_optional(phase, "cohort", at) or None,
