@@ -38,6 +38,17 @@ _CONTENT: Final[Mapping[Shape, re.Pattern[bytes]]] = {
     Shape.TRANSCRIPT: re.compile(rb'"type": ?"transcript\.text\.delta"'),
 }
 
+_END: Final[Mapping[Shape, re.Pattern[bytes]]] = {
+    Shape.CHAT: re.compile(rb"data: ?\[DONE\]"),
+    Shape.TEXT: re.compile(rb"data: ?\[DONE\]"),
+    Shape.TRANSCRIPT: re.compile(rb"data: ?\[DONE\]"),
+    # `response_fields` may leave any field out of the native final event
+    Shape.NATIVE: re.compile(rb""),
+    Shape.RESPONSES: re.compile(rb'"type": ?"response\.(?:completed|incomplete|failed)"'),
+    Shape.MESSAGES: re.compile(rb'"type": ?"message_stop"'),
+}
+_ERROR: Final = re.compile(rb'^(?:data: ?\{"error"|event: ?error)', re.MULTILINE)
+
 _OBJECT: Final = rb"(\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\})"
 _USAGE: Final = re.compile(rb'"usage": ?' + _OBJECT)
 _TIMINGS: Final = re.compile(rb'"timings": ?' + _OBJECT)
@@ -131,6 +142,25 @@ def data_event(payload: bytes, event: str = "") -> bytes:
 def content_chunks(data: bytes, shape: Shape) -> int:
     """Return how many generated pieces the whole events in `data` carry (about one per token)."""
     return len(_CONTENT[shape].findall(data))
+
+
+class Ending(StrEnum):
+    """How an engine's stream stopped, by its last events."""
+
+    WHOLE = "whole"
+    ERROR = "error"
+    CUT = "cut"
+
+
+def ending(last: bytes, shape: Shape) -> Ending:
+    """Tell a finished stream from one that only stopped; `last` is the last piece that was sent.
+
+    llama-server ends a stream it gives up (while it shuts down) with a proper last chunk and without
+    the event that every whole stream of its kind ends with.
+    """
+    if _END[shape].search(last):
+        return Ending.WHOLE
+    return Ending.ERROR if _ERROR.search(last) else Ending.CUT
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from proxy.http.auth import may_use
 from proxy.http.budgets import Sweeper
 from proxy.http.call import CALL, Call, Caller
 from proxy.http.endpoints import INFERENCE, Endpoint
-from proxy.http.facts import Facts
+from proxy.http.facts import Body, Facts
 from proxy.http.forward import Flight, Plan
 from proxy.http.passage import operator_may, split
 from proxy.http.ports import HttpContext
@@ -66,7 +66,7 @@ class Inference:
         facts = await body.read_facts(request, endpoint, self._server)
         call.body_done = clock()
         caller = self._choose(call, model or facts.model or request.query.get("model"))
-        call.stream, call.tasks, call.body_bytes = facts.stream, facts.work.tasks, len(facts.body)
+        call.stream, call.tasks, call.body_bytes = facts.stream, facts.work.tasks, facts.body.size
         self._ctx.metrics.overhead.labels("parse").observe(clock() - call.body_done)
         plan = Plan(caller, endpoint, facts, target)
         return await Flight(self._ctx, self._sweeper, request, call, plan).run()
@@ -81,7 +81,7 @@ class Inference:
             if self._ctx.models.state(call.model) is not ModelState.READY:
                 raise ProxyError(ErrorCode.NO_BACKEND, f"the model {call.model!r} is not loaded")
             return web.Response(content_type="application/json")
-        facts = Facts(model, stream=False, work=Work(0), body=data)
+        facts = Facts(model, stream=False, work=Work(0), body=Body(data))
         plan = Plan(caller, Endpoint(call.endpoint), facts, target, READ_LIMITS, may_load=False)
         return await Flight(self._ctx, self._sweeper, request, call, plan).run()
 

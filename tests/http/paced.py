@@ -16,7 +16,7 @@ BEHAVIOUR: dict[str, Any] = {
     "pace_ms": 0,
     "prefill_ms": 0,
     "status": 200,
-    "die": "",  # "", "before_head", "after_head", "mid_event", "mid_body"
+    "die": "",  # "", "before_head", "after_head", "mid_event", "mid_body", "early_end"
     "die_after": 2,
     "pause_after": 0,
     "pause_ms": 0,
@@ -152,6 +152,8 @@ class PacedEngine:
                 await asyncio.sleep(0.02)
                 writer.transport.abort()
                 return False
+            if want["die"] == "early_end" and number == want["die_after"]:
+                break
             await _chunk(seen, writer, event)
             if want["pause_after"] and number == want["pause_after"]:
                 await asyncio.sleep(want["pause_ms"] / 1000)
@@ -330,6 +332,14 @@ def _events(path: str, body: dict[str, Any], tokens: int, pad: str) -> Iterator[
         for number in range(tokens):
             yield data({"index": 0, "content": f" t{number}{pad}", "stop": False})
         yield data({"index": 0, "content": "", "stop": True, "prompt": "secret prompt", "timings": TIMINGS})
+        return
+    if path == "/v1/completions":
+        for number in range(tokens):
+            yield data({"choices": [{"text": f" t{number}{pad}", "index": 0, "finish_reason": None}], **base})
+        yield data(
+            {"choices": [{"text": "", "index": 0, "finish_reason": "stop"}], **base, "timings": TIMINGS}
+        )
+        yield "data: [DONE]\n\n"
         return
     yield choice({"role": "assistant", "content": None})
     for number in range(tokens):

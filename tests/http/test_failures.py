@@ -34,10 +34,10 @@ def whole_events(body: bytes) -> None:
 @pytest.mark.parametrize("path", [CHAT, "/v1/messages", "/v1/responses", "/completion"])
 @pytest.mark.parametrize("ends", ["\n\n", "\r\n\r\n"])
 async def test_death_in_the_middle_of_an_event(path, ends):
-    """The half event is dropped; one error event in the dialect follows within a second, then the end."""
+    """The half event is dropped; one error event in the dialect follows at once, then the end."""
     async with house() as h, aiohttp.ClientSession(h.base) as client:
         async with client.post(path, json=chat(True, die="mid_event", die_after=3, ends=ends)) as answer:
-            body = await asyncio.wait_for(answer.read(), 1.0)
+            body = await asyncio.wait_for(answer.read(), 2.0)
         name, value = last_event(body.replace(b"\r\n", b"\n"))
         whole_events(body.replace(b"\r\n", b"\n"))
         assert name == ("" if path in {CHAT, "/completion"} else "error")
@@ -45,6 +45,18 @@ async def test_death_in_the_middle_of_an_event(path, ends):
         assert code == "upstream_error"
         sent = bytes(h.engine.requests[0].sent)
         assert body.startswith(sent[: sent.rindex(ends.encode())])
+        await until(lambda: h.live() == 0)
+        assert h.outcomes()["failed"] == 1
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions", "/v1/messages", "/v1/responses"])
+async def test_a_stream_that_only_stops_is_told_from_a_finished_one(path):
+    """An engine that shuts down ends its chunks properly, without the last event of a whole stream."""
+    async with house() as h, aiohttp.ClientSession(h.base) as client:
+        async with client.post(path, json=chat(True, die="early_end", die_after=4)) as answer:
+            body = await answer.read()
+        whole_events(body)
+        assert "without finishing" in json.dumps(last_event(body)[1])
         await until(lambda: h.live() == 0)
         assert h.outcomes()["failed"] == 1
 
@@ -85,7 +97,7 @@ async def test_what_is_known_of_a_crash_is_told_instead_of_a_torn_socket():
             told = ProxyError(ErrorCode.UPSTREAM_ERROR, "llama-server was killed by signal 9")
             await h.clients[h.keys["demo"]].close()
             asyncio.get_running_loop().call_later(0.05, h.admission.backend_down, h.keys["demo"], told)
-            body = await asyncio.wait_for(answer.read(), 1.0)
+            body = await asyncio.wait_for(answer.read(), 2.0)
         assert "signal 9" in last_event(body)[1]["error"]["message"]
         await until(lambda: h.live() == 0)
 
@@ -97,7 +109,7 @@ async def test_a_force_unload_ends_streams_with_an_explanation(path):
             seen = await h.engine.seen(1)
             await answer.content.readuntil(b"t2")
             h.admission.end_model("demo", ProxyError(ErrorCode.MODEL_UNLOADED, "unloaded by root: wedged"))
-            body = await asyncio.wait_for(answer.read(), 1.0)
+            body = await asyncio.wait_for(answer.read(), 2.0)
         whole_events(body)
         assert last_event(body)[1]["error"]["code"] == "model_unloaded"
         await asyncio.wait_for(seen.gone.wait(), 1.0)

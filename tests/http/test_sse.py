@@ -7,7 +7,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.sse import Shape, Splitter, Usage, UsageMeter, comment, content_chunks, data_event, usage_in
+from proxy.sse import (
+    Ending,
+    Shape,
+    Splitter,
+    Usage,
+    UsageMeter,
+    comment,
+    content_chunks,
+    data_event,
+    ending,
+    usage_in,
+)
 
 END = re.compile(rb"(?:\r\n|\n|\r(?!\n))(?:\r\n|\n|\r)")
 
@@ -172,3 +183,21 @@ def test_noise_never_raises(data):
     UsageMeter().feed_events(b'"usage":{' + data + b"}\n\n")
     for shape in Shape:
         content_chunks(data, shape)
+
+
+@pytest.mark.parametrize(
+    ("shape", "last", "wanted"),
+    [
+        (Shape.CHAT, b'data: {"choices":[]}\n\ndata: [DONE]\n\n', Ending.WHOLE),
+        (Shape.CHAT, b'data: {"choices":[]}\n\n', Ending.CUT),
+        (Shape.CHAT, b'data: {"error":{"message":"x"}}\n\n', Ending.ERROR),
+        (Shape.CHAT, b"", Ending.CUT),
+        (Shape.NATIVE, b'data: {"content":""}\n\n', Ending.WHOLE),
+        (Shape.MESSAGES, b'event: message_stop\ndata: {"type":"message_stop"}\n\n', Ending.WHOLE),
+        (Shape.MESSAGES, b'event: error\ndata: {"message":"x"}\n\n', Ending.ERROR),
+        (Shape.RESPONSES, b'data: {"type":"response.completed"}\n\n', Ending.WHOLE),
+        (Shape.RESPONSES, b'data: {"error":{}}\n\n', Ending.ERROR),
+    ],
+)
+def test_endings(shape, last, wanted):
+    assert ending(last, shape) is wanted
