@@ -57,7 +57,7 @@ class Accounts:
             m.rejected.labels(model, call.code).inc()
         if call.code == CLIENT_GONE:
             m.client_disconnects.labels(model, _phase(call)).inc()
-        if not call.stream or not call.first:
+        if not call.chunks:
             self._count_tokens(call)
             return
         m.ttft.labels(model, priority).observe(call.first - call.body_done)
@@ -128,7 +128,7 @@ def _line(call: Call, now: float) -> dict[str, Any]:
         line["queue_ms"] = _ms((call.granted or now) - call.submitted)
     if call.opened:
         line["engine_ms"] = _ms((call.first or now) - call.opened)
-    if call.stream and call.first:
+    if call.chunks:
         line.update(
             ttft_ms=_ms(call.first - call.body_done),
             generate_ms=_ms(call.last - call.first),

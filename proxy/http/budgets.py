@@ -17,6 +17,8 @@ from proxy.types import TicketState
 
 SWEEP_S: Final = 0.25
 """How coarse: a limit is noticed at most this late."""
+STEP_CAP_S: Final = 2 * SWEEP_S
+"""Most that one sweep may add: when our own loop was held up, nobody else was silent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +53,7 @@ class Meter:
 
     def step(self, seen: Seen) -> ErrorCode | None:
         """Account the time since the last step; return the code of a limit that ran out."""
-        spent, self._at = seen.now - self._at, seen.now
+        spent, self._at = min(seen.now - self._at, STEP_CAP_S), seen.now
         limits = self._limits
         if limits.total_timeout_s is not None and seen.now - seen.began > limits.total_timeout_s:
             return ErrorCode.TOTAL_TIMEOUT

@@ -19,7 +19,7 @@ from proxy.headers import to_engine
 from proxy.http.accounts import CLIENT_GONE
 from proxy.http.budgets import Meter, Seen, Sweeper, expired
 from proxy.http.call import Call, Caller
-from proxy.http.cut import Cut
+from proxy.http.cut import Cut, fresh
 from proxy.http.endpoints import Endpoint
 from proxy.http.facts import Facts
 from proxy.http.ports import HttpContext
@@ -266,7 +266,7 @@ class Flight:
         self._ctx.metrics.upstream_errors.labels(self._call.model, kind).inc()
         await asyncio.wait({ticket.ended}, timeout=CAUSE_WAIT_S)
         if ticket.ended.done() and not ticket.ended.cancelled():
-            return ticket.ended.result()
+            return fresh(ticket.ended.result())
         when = "before it answered" if died.before_head else "in the middle of its answer"
         return ProxyError(
             ErrorCode.UPSTREAM_ERROR,
