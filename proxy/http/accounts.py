@@ -27,6 +27,8 @@ class Accounts:
 
     def finish(self, call: Call, now: float) -> None:
         """Take the books of one request. Call exactly once, when its response has ended."""
+        if call.outcome is Outcome.REJECTED:
+            self._metrics.rejected.labels(call.model, call.code).inc()
         if call.endpoint:
             self._count(call, now)
         level = _level(call)
@@ -53,8 +55,6 @@ class Accounts:
         status = str(call.status)
         m.requests.labels(call.endpoint, model, priority, status, outcome.value).inc()
         m.duration.labels(call.endpoint, model, status).observe(now - call.arrived)
-        if outcome is Outcome.REJECTED:
-            m.rejected.labels(model, call.code).inc()
         if call.code == CLIENT_GONE:
             m.client_disconnects.labels(model, _phase(call)).inc()
         if not call.chunks:
@@ -99,7 +99,7 @@ def _phase(call: Call) -> str:
 def _level(call: Call) -> int:
     if call.status >= 500 and call.status != 503:
         return logging.WARNING
-    return logging.INFO if call.endpoint else logging.DEBUG
+    return logging.INFO if call.endpoint or call.status in {401, 403} else logging.DEBUG
 
 
 def _line(call: Call, now: float) -> dict[str, Any]:

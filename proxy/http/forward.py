@@ -143,6 +143,8 @@ class Flight:
             return
         if self._keepalive_s is None or not isinstance(sink, EventSink) or sink.blocked:
             return
+        if self._comment is not None and not self._comment.done():
+            return
         if now - self._reply.last_write >= self._keepalive_s and sink.on_boundary:
             self._reply.last_write = now
             self._comment = asyncio.ensure_future(self._comment_now(_waiting(ticket)))

@@ -16,7 +16,7 @@ BEHAVIOUR: dict[str, Any] = {
     "pace_ms": 0,
     "prefill_ms": 0,
     "status": 200,
-    "die": "",  # "", "before_head", "after_head", "mid_event", "mid_body", "early_end"
+    "die": "",  # "", "before_head", "after_head", "mid_event", "mid_body", "early_end", "error_event"
     "die_after": 2,
     "pause_after": 0,
     "pause_ms": 0,
@@ -153,6 +153,11 @@ class PacedEngine:
                 writer.transport.abort()
                 return False
             if want["die"] == "early_end" and number == want["die_after"]:
+                break
+            if want["die"] == "error_event" and number == want["die_after"]:
+                name = "event: error\n" if path.endswith("/messages") else ""
+                words = '{"error":{"code":500,"message":"out of memory","type":"server_error"}}'
+                await _chunk(seen, writer, f"{name}data: {words}\n\n".encode())
                 break
             await _chunk(seen, writer, event)
             if want["pause_after"] and number == want["pause_after"]:

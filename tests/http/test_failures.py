@@ -61,6 +61,15 @@ async def test_a_stream_that_only_stops_is_told_from_a_finished_one(path):
         assert h.outcomes()["failed"] == 1
 
 
+@pytest.mark.parametrize("path", [CHAT, "/v1/messages", "/v1/responses"])
+async def test_the_engines_own_error_event_passes_unchanged_and_counts_as_a_failure(path):
+    async with house() as h, aiohttp.ClientSession(h.base) as client:
+        async with client.post(path, json=chat(True, die="error_event", die_after=4)) as answer:
+            assert await answer.read() == bytes(h.engine.requests[0].sent)
+        await until(lambda: h.live() == 0)
+        assert h.outcomes()["failed"] == 1
+
+
 async def test_death_before_the_head_is_a_502():
     async with house() as h, aiohttp.ClientSession(h.base) as client:
         for stream in (True, False):
