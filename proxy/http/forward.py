@@ -174,9 +174,7 @@ class Flight:
         request = UpstreamRequest(
             method=self._request.method,
             target=self._plan.target,
-            headers=to_engine(
-                tuple(self._request.headers.items()), tag=grant.tag, gather_ms=grant.gather_ms
-            ),
+            headers=to_engine(tuple(self._request.headers.items()), tag=grant.tag, gather_ms=grant.gather_ms),
             body=self._facts.body,
         )
         self._opening = True

@@ -53,7 +53,8 @@ class Inference:
                 data = await body.read(request, self._server)
                 return await self._engine(request, call, passed.model, passed.target, data)
         raise ProxyError(
-            ErrorCode.NOT_FOUND, f"{request.method} {request.path[:200]} leads to nothing an engine offers here"
+            ErrorCode.NOT_FOUND,
+            f"{request.method} {request.path[:200]} leads to nothing an engine offers here",
         )
 
     async def _infer(
@@ -86,14 +87,18 @@ class Inference:
         model = catalog.resolve(name) if name else catalog.only()
         if model is None and not name:
             known = ", ".join(catalog.ids()[:_NAMES_SHOWN]) or "none is configured"
-            raise ProxyError(ErrorCode.INVALID_REQUEST, f"'model' is missing (models: {known})", param="model")
+            raise ProxyError(
+                ErrorCode.INVALID_REQUEST, f"'model' is missing (models: {known})", param="model"
+            )
         if model is None:
             raise ProxyError(
                 ErrorCode.MODEL_NOT_FOUND, f"the model {name!r} does not exist; see /v1/models", param="model"
             )
         if not may_use(caller, model, catalog.model(model)):
             raise ProxyError(
-                ErrorCode.PERMISSION_DENIED, f"this key may not use the model {name or model!r}", param="model"
+                ErrorCode.PERMISSION_DENIED,
+                f"this key may not use the model {name or model!r}",
+                param="model",
             )
         call.model = model
         return caller
