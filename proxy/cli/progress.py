@@ -1,86 +1,106 @@
-"""How long work is shown: one bar on a terminal, a plain line every few seconds elsewhere."""
+"""Progress of long work on a terminal (a bar with an estimate) and elsewhere (a plain line every few seconds)."""
 
-import sys
+from __future__ import annotations
+
+import contextlib
+import math
 import time
-from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress as RichProgress
 
-PLAIN_EVERY_S = 5.0
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import TracebackType
+
+    from rich.console import Console
+
+_PLAIN_INTERVAL_S = 5.0
 
 
-class ConsoleProgress:
-    """Listener for long work (`step`, `note`), written to standard error. A context manager."""
+class BarProgress:
+    """Draws one bar per kind of work on ``console``; use as a context manager."""
 
-    def __init__(self, console: Console | None = None) -> None:
-        self._console = console or Console(file=sys.stderr)
-        self._bar: Progress | None = None
-        self._task = TaskID(0)
+    def __init__(self, console: Console) -> None:
+        """Draw on ``console``, which must be a terminal."""
+        self._bars = RichProgress(
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=console,
+            transient=True,
+        )
         self._text = ""
-        self._began = 0.0
-        self._shown = 0.0
+        self._task: TaskID | None = None
 
     def __enter__(self) -> Self:
+        """Start drawing."""
+        self._bars.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._end()
-
-    def note(self, text: str) -> None:
-        """Print one line that stays."""
-        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        """Stop drawing and clear the bar."""
+        self._bars.stop()
 
     def step(self, done: int, total: int, text: str) -> None:
-        """Show `done` of `total` (0: unknown) of the work called `text`."""
-        if text != self._text:
-            self._begin(text)
-        if self._console.is_terminal:
-            self._draw(done, total)
-        else:
-            self._tell(done, total)
-        if total and done >= total:
-            self._end()
+        """Move the bar called ``text``; a new text starts a new bar."""
+        if self._task is None or text != self._text:
+            if self._task is not None:
+                self._bars.remove_task(self._task)
+            self._task = self._bars.add_task(text, total=total or None)
+            self._text = text
+        self._bars.update(self._task, completed=done, total=total or None)
 
-    def _begin(self, text: str) -> None:
-        self._end()
-        self._text = text
-        self._began = time.monotonic()
-        self._shown = 0.0
+    def note(self, text: str) -> None:
+        """Print a line above the bar."""
+        self._bars.console.print(text, markup=False, highlight=False)
 
-    def _draw(self, done: int, total: int) -> None:
-        if self._bar is None:
-            self._bar = Progress(
-                TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-                TextColumn("left"), TimeRemainingColumn(), console=self._console,
-            )  # fmt: skip
-            self._task = self._bar.add_task(self._text, total=total or None)
-            self._bar.start()
-        self._bar.update(self._task, completed=done, total=total or None)
 
-    def _tell(self, done: int, total: int) -> None:
-        now = time.monotonic()
-        if now - self._shown < PLAIN_EVERY_S and not (total and done >= total):
-            return
-        self._shown = now
-        spent = now - self._began
-        left = f", about {spent / done * (total - done):.0f} s left" if total and done and spent > 1 else ""
-        of = f" of {total}" if total else ""
-        self.note(f"{self._text}: {done}{of} ({spent:.0f} s{left})")
+class LineProgress:
+    """Prints a plain line when the work changes and then every few seconds, for logs and pipes."""
 
-    def _end(self) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
+    def __init__(self, console: Console, interval_s: float = _PLAIN_INTERVAL_S) -> None:
+        """Print on ``console`` at most every ``interval_s`` seconds."""
+        self._console = console
+        self._interval_s = interval_s
         self._text = ""
+        self._started = self._printed = 0.0
+        self._finished = False
+
+    def step(self, done: int, total: int, text: str) -> None:
+        """Print the step when it is time to."""
+        now = time.monotonic()
+        if text != self._text:
+            self._text, self._started, self._printed, self._finished = text, now, -math.inf, False
+        finished = 0 < total <= done
+        if finished == self._finished and now - self._printed < self._interval_s:
+            return
+        self._printed, self._finished = now, finished
+        count = f" {done}/{total}" if total else f" {done}" if done else ""
+        self.note(f"{text}{count}{self._estimate(done, total, now)}")
+
+    def _estimate(self, done: int, total: int, now: float) -> str:
+        spent = now - self._started
+        if not total or not 0 < done < total or spent < self._interval_s:
+            return ""
+        left = spent / done * (total - done)
+        return f", about {left / 60:.0f} min left" if left >= 90 else f", about {left:.0f} s left"
+
+    def note(self, text: str) -> None:
+        """Print a line."""
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+@contextlib.contextmanager
+def progress_on(console: Console) -> Iterator[BarProgress | LineProgress]:
+    """A bar where ``console`` is a terminal, plain lines elsewhere."""
+    if console.is_terminal:
+        with BarProgress(console) as bar:
+            yield bar
+    else:
+        yield LineProgress(console)
