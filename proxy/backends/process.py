@@ -219,7 +219,8 @@ class EngineProcess:
     async def _last_words(self) -> None:
         if self._drain is not None:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._drain.ended.wait(), LAST_WORDS_S)
+                async with asyncio.timeout(LAST_WORDS_S):
+                    await self._drain.ended.wait()
 
     def _signal(self, number: signal.Signals, sent: list[str]) -> None:
         with contextlib.suppress(ProcessLookupError):

@@ -338,7 +338,8 @@ class ModelRunner:
         if live is not None and effect.was_ready:
             await live.mirror.stop()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(live.running.client.idle(), LET_GO_S)
+                async with asyncio.timeout(LET_GO_S):
+                    await live.running.client.idle()
             await live.running.client.close(error.message)
             if live.running.process is not None:
                 report = await live.running.process.stop(self._grace_s)
@@ -363,7 +364,8 @@ class ModelRunner:
         client = self._client
         if client is not None and self.key is not None:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(client.idle(), deadline_s)
+                async with asyncio.timeout(deadline_s):
+                    await client.idle()
         return self._exchanges
 
     def _gone(self, cause: Cause) -> ProxyError:
