@@ -147,7 +147,7 @@ class Mirror:
         self.latest = snapshot
         self._metrics.mirror_poll.labels(*self._labels).observe(taken - asked)
         self._gauge(snapshot)
-        self._count(self._ledger.observe(snapshot))
+        self._count(self._ledger.observe(snapshot, report.engine_us))
         self._on_snapshot(snapshot)
         return snapshot
 

@@ -43,7 +43,7 @@ from proxy.metrics import Metrics
 from proxy.types import AdminState, BackendKey, Cause, EngineInfo, ModelState, Snapshot
 from proxy.upstream import Upstream
 
-LET_GO_S: Final = 0.5
+LET_GO_S: Final = 0.3
 """How long requests of a stopped backend have to write their error event before sockets are cut."""
 REMOTE_LOST_POLLS: Final = 3
 
@@ -157,7 +157,8 @@ class ModelRunner:
 
     def log_tail(self, lines: int) -> list[str]:
         """Return the last lines of the present or last process."""
-        return self._last_process.tail.lines(lines) if self._last_process else []
+        process = (self._progress.process if self._progress else None) or self._last_process
+        return process.tail.lines(lines) if process else []
 
     def status(self) -> ModelStatus:
         """Return the whole state at this instant."""

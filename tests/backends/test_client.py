@@ -42,7 +42,14 @@ class Peer:
         try:
             while True:
                 head = await reader.readuntil(b"\r\n\r\n")
-                length = next((int(x.split(b":")[1]) for x in head.split(b"\r\n") if x.lower().startswith(b"content-length")), 0)
+                length = next(
+                    (
+                        int(x.split(b":")[1])
+                        for x in head.split(b"\r\n")
+                        if x.lower().startswith(b"content-length")
+                    ),
+                    0,
+                )
                 self.requests.append(head + await reader.readexactly(length))
                 if not await self.script(reader, writer, served):
                     break

@@ -44,7 +44,9 @@ async def test_a_crash_below_a_shell_is_seen(fleets, engine_binary, mid_model):
     fleet, seen = fleets({"c": {"cmd": command}}, engine_binary)
     await fleet.load("c")
     engine = next(
-        child for child in psutil.Process(fleet.status("c").pid).children(recursive=True) if child.name() == "llama-server"
+        child
+        for child in psutil.Process(fleet.status("c").pid).children(recursive=True)
+        if child.name() == "llama-server"
     )
     os.kill(engine.pid, signal.SIGKILL)
     await eventually(lambda: seen.of("down"), 3)
@@ -179,7 +181,9 @@ async def test_metrics_tell_the_life(fleets, engine_binary, mid_model, tmp_path)
     from proxy.metrics import Metrics
 
     metrics = Metrics()
-    fleet, _ = fleets({"mid": {"path": mid_model}, "bad": {"path": tmp_path / "x"}}, engine_binary, metrics=metrics)
+    fleet, _ = fleets(
+        {"mid": {"path": mid_model}, "bad": {"path": tmp_path / "x"}}, engine_binary, metrics=metrics
+    )
     text = metrics.render().decode()
     assert 'llama_proxy_model_state{model="mid",state="unloaded"} 1.0' in text
     await fleet.load("mid", Cause.REQUEST)
@@ -187,8 +191,14 @@ async def test_metrics_tell_the_life(fleets, engine_binary, mid_model, tmp_path)
         await fleet.load("bad")
     await fleet.unload("mid", force=True, cause=Cause.FORCE)
     text = metrics.render().decode()
-    assert 'llama_proxy_model_transitions_total{cause="request",from="loading",model="mid",to="ready"} 1.0' in text
-    assert 'llama_proxy_model_transitions_total{cause="force",from="ready",model="mid",to="stopping"} 1.0' in text
+    assert (
+        'llama_proxy_model_transitions_total{cause="request",from="loading",model="mid",to="ready"} 1.0'
+        in text
+    )
+    assert (
+        'llama_proxy_model_transitions_total{cause="force",from="ready",model="mid",to="stopping"} 1.0'
+        in text
+    )
     assert 'llama_proxy_load_seconds_count{model="mid",outcome="ready"} 1.0' in text
     assert 'llama_proxy_load_seconds_count{model="bad",outcome="failed"} 1.0' in text
     assert 'llama_proxy_unload_seconds_count{forced="true",model="mid"} 1.0' in text
@@ -292,7 +302,16 @@ async def test_uvloop_runs_a_whole_life(engine_binary, mid_model):
     """
     done = await asyncio.to_thread(
         subprocess.run,
-        [sys.executable, "-W", "error", "-c", textwrap.dedent(code), str(ROOT), str(engine_binary), str(mid_model)],
+        [
+            sys.executable,
+            "-W",
+            "error",
+            "-c",
+            textwrap.dedent(code),
+            str(ROOT),
+            str(engine_binary),
+            str(mid_model),
+        ],
         capture_output=True,
         text=True,
         timeout=60,
