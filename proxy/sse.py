@@ -38,6 +38,17 @@ _CONTENT: Final[Mapping[Shape, re.Pattern[bytes]]] = {
     Shape.TRANSCRIPT: re.compile(rb'"type": ?"transcript\.text\.delta"'),
 }
 
+_END: Final[Mapping[Shape, re.Pattern[bytes]]] = {
+    Shape.CHAT: re.compile(rb"data: ?\[DONE\]"),
+    Shape.TEXT: re.compile(rb"data: ?\[DONE\]"),
+    Shape.TRANSCRIPT: re.compile(rb"data: ?\[DONE\]"),
+    # `response_fields` may leave any field out of the native final event
+    Shape.NATIVE: re.compile(rb""),
+    Shape.RESPONSES: re.compile(rb'"type": ?"response\.(?:completed|incomplete|failed)"'),
+    Shape.MESSAGES: re.compile(rb'"type": ?"message_stop"'),
+}
+_ERROR: Final = re.compile(rb'^(?:data: ?\{"error"|event: ?error)', re.MULTILINE)
+
 _OBJECT: Final = rb"(\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\})"
 _USAGE: Final = re.compile(rb'"usage": ?' + _OBJECT)
 _TIMINGS: Final = re.compile(rb'"timings": ?' + _OBJECT)
@@ -51,12 +62,13 @@ class Splitter:
     of no use to any client, is never sent.
     """
 
-    __slots__ = ("_limit", "_open", "_rest")
+    __slots__ = ("_after_cr", "_limit", "_open", "_rest")
 
     def __init__(self, limit: int = HOLD_LIMIT) -> None:
         self._rest = bytearray()
         self._limit = limit
         self._open = False
+        self._after_cr = False
 
     @property
     def on_boundary(self) -> bool:
@@ -71,6 +83,11 @@ class Splitter:
     def feed(self, data: bytes) -> bytes:
         """Return the bytes that may pass now: all up to the last event end, possibly none."""
         rest = self._rest
+        if self._after_cr:
+            # the CR that ended an event was half of a CR LF: the rest of that line end goes with it
+            self._after_cr = False
+            if data.startswith(b"\n"):
+                return b"\n" + self.feed(data[1:])
         if not rest and data.endswith(b"\n\n"):
             self._open = False
             return data
@@ -87,6 +104,7 @@ class Splitter:
             self._open = False
         whole = bytes(rest[:cut])
         del rest[:cut]
+        self._after_cr = not rest and whole.endswith(b"\r") and not self._open
         return whole
 
     def finish(self) -> bytes:
@@ -124,6 +142,25 @@ def data_event(payload: bytes, event: str = "") -> bytes:
 def content_chunks(data: bytes, shape: Shape) -> int:
     """Return how many generated pieces the whole events in `data` carry (about one per token)."""
     return len(_CONTENT[shape].findall(data))
+
+
+class Ending(StrEnum):
+    """How an engine's stream stopped, by its last events."""
+
+    WHOLE = "whole"
+    ERROR = "error"
+    CUT = "cut"
+
+
+def ending(last: bytes, shape: Shape) -> Ending:
+    """Tell a finished stream from one that only stopped; `last` is the last piece that was sent.
+
+    llama-server ends a stream it gives up (while it shuts down) with a proper last chunk and without
+    the event that every whole stream of its kind ends with.
+    """
+    if _END[shape].search(last):
+        return Ending.WHOLE
+    return Ending.ERROR if _ERROR.search(last) else Ending.CUT
 
 
 @dataclass(frozen=True, slots=True)

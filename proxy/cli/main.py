@@ -4,6 +4,7 @@ import click
 
 from proxy import __version__
 from proxy.cli.config import config, init
+from proxy.cli.engine import engine
 from proxy.cli.serve import serve
 
 
@@ -16,3 +17,4 @@ def cli() -> None:
 cli.add_command(serve)
 cli.add_command(init)
 cli.add_command(config)
+cli.add_command(engine)

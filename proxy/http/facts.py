@@ -22,6 +22,23 @@ _SMALL_FIELD: Final = 1024
 _CARRIED: Final = frozenset({b"model", b"stream"})
 
 
+class Body:
+    """The bytes for the engine, taken out once: nobody else may keep them for as long as a stream runs."""
+
+    __slots__ = ("_data", "size")
+
+    def __init__(self, data: bytes) -> None:
+        self._data: bytes | None = data
+        self.size = len(data)
+
+    def take(self) -> bytes:
+        """Return the bytes and let go of them."""
+        data, self._data = self._data, None
+        if data is None:
+            raise RuntimeError("the body was taken before")
+        return data
+
+
 @dataclass(frozen=True, slots=True)
 class Facts:
     """What forwarding needs to know. `model` is as the client wrote it, None when it did not.
@@ -32,7 +49,7 @@ class Facts:
     model: str | None
     stream: bool
     work: Work
-    body: bytes
+    body: Body
 
     @property
     def prompts(self) -> int:
@@ -92,7 +109,7 @@ def json_facts(endpoint: Endpoint, data: bytes) -> Facts:
         model=model or None,
         stream=endpoint.shape is not None and stream is True,
         work=count_work(endpoint.name, body),
-        body=data,
+        body=Body(data),
     )
 
 
@@ -108,7 +125,7 @@ def form_facts(endpoint: Endpoint, data: bytes, content_type: str) -> Facts:
         raise ProxyError(
             ErrorCode.INVALID_REQUEST, "the form field 'stream' must be true or false", param="stream"
         )
-    return Facts(model or None, stream in {b"true", b"1"}, count_work(endpoint.name, None), data)
+    return Facts(model or None, stream in {b"true", b"1"}, count_work(endpoint.name, None), Body(data))
 
 
 def _fields(data: bytes, boundary: bytes) -> Iterator[tuple[bytes, bytes]]:

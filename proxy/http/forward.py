@@ -27,11 +27,12 @@ from proxy.http.pump import EventSink, Passage, PlainSink
 from proxy.http.render import engine_error_event
 from proxy.http.reply import Reply
 from proxy.settings import Budgets
+from proxy.sse import Ending
 from proxy.types import Outcome, TicketState
 from proxy.upstream import Exchange, Head, Upstream, UpstreamDied, UpstreamRequest
 
 ERROR_BODY_LIMIT: Final = 256 * 1024
-CAUSE_WAIT_S: Final = 0.25
+CAUSE_WAIT_S: Final = 0.2
 """How long a dead socket waits for the news of why (the process's exit status, an operator's order)."""
 CLOSE_WAIT_S: Final = 5.0
 """How long an abandoned opening may take to let go of its socket."""
@@ -158,7 +159,7 @@ class Flight:
             priority_name=caller.priority,
             tasks=facts.work.tasks,
             stream=facts.stream,
-            body_bytes=len(facts.body),
+            body_bytes=facts.body.size,
             endpoint=call.endpoint,
             max_queue=caller.max_queue,
             n=facts.work.n,
@@ -175,13 +176,15 @@ class Flight:
             method=self._request.method,
             target=self._plan.target,
             headers=to_engine(tuple(self._request.headers.items()), tag=grant.tag, gather_ms=grant.gather_ms),
-            body=self._facts.body,
+            body=self._facts.body.take(),
         )
         self._opening = True
         call.opened = self._ctx.clock()
         try:
             opening = _open(self._ctx.upstream(grant.key), request)
+            del request
             self._exchange = exchange = await self._while_alive(opening, ticket)
+            del opening
             call.head = self._ctx.clock()
             await self._pump(exchange, ticket)
         except UpstreamDied as died:
@@ -221,7 +224,13 @@ class Flight:
             self._sink = events
             await exchange.attach(events)
             self._complete = True
-            await events.finish()
+            match await events.finish():
+                case Ending.WHOLE:
+                    pass
+                case Ending.ERROR:
+                    self._refused = "engine_error"
+                case Ending.CUT:
+                    raise UpstreamDied("it ended the stream without finishing it", before_head=False)
         elif reply.started:
             # the stream began as a keep-alive; what the engine says instead becomes its last event
             body = await exchange.read(ERROR_BODY_LIMIT)

@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from aiohttp import web
+from aiohttp import hdrs, web
 
 from proxy.admission import Work
 from proxy.errors import ErrorCode, ProxyError
@@ -11,11 +11,12 @@ from proxy.http.auth import may_use
 from proxy.http.budgets import Sweeper
 from proxy.http.call import CALL, Call, Caller
 from proxy.http.endpoints import INFERENCE, Endpoint
-from proxy.http.facts import Facts
+from proxy.http.facts import Body, Facts
 from proxy.http.forward import Flight, Plan
 from proxy.http.passage import operator_may, split
 from proxy.http.ports import HttpContext
 from proxy.settings import Budgets
+from proxy.types import ModelState
 
 READ_LIMITS: Final = Budgets(first_token_timeout_s=None, inter_token_timeout_s=None, total_timeout_s=30.0)
 """Reads of an engine's state answer in milliseconds; whoever waits longer should be told."""
@@ -65,7 +66,7 @@ class Inference:
         facts = await body.read_facts(request, endpoint, self._server)
         call.body_done = clock()
         caller = self._choose(call, model or facts.model or request.query.get("model"))
-        call.stream, call.tasks, call.body_bytes = facts.stream, facts.work.tasks, len(facts.body)
+        call.stream, call.tasks, call.body_bytes = facts.stream, facts.work.tasks, facts.body.size
         self._ctx.metrics.overhead.labels("parse").observe(clock() - call.body_done)
         plan = Plan(caller, endpoint, facts, target)
         return await Flight(self._ctx, self._sweeper, request, call, plan).run()
@@ -75,7 +76,12 @@ class Inference:
     ) -> web.StreamResponse:
         call.body_done = self._ctx.clock()
         caller = self._choose(call, model)
-        facts = Facts(model, stream=False, work=Work(0), body=data)
+        if request.method == hdrs.METH_HEAD:
+            # costs no capacity: answered from what is known
+            if self._ctx.models.state(call.model) is not ModelState.READY:
+                raise ProxyError(ErrorCode.NO_BACKEND, f"the model {call.model!r} is not loaded")
+            return web.Response(content_type="application/json")
+        facts = Facts(model, stream=False, work=Work(0), body=Body(data))
         plan = Plan(caller, Endpoint(call.endpoint), facts, target, READ_LIMITS, may_load=False)
         return await Flight(self._ctx, self._sweeper, request, call, plan).run()
 

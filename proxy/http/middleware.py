@@ -5,10 +5,12 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Final
 
 from aiohttp import web
+from aiohttp.http import SERVER_SOFTWARE
 from aiohttp.typedefs import Middleware
 
 from proxy import logs
-from proxy.errors import ErrorCode, ProxyError
+from proxy.admission import outcome_of
+from proxy.errors import SOURCE, ErrorCode, ProxyError
 from proxy.headers import request_id
 from proxy.http.accounts import CLIENT_GONE, Accounts
 from proxy.http.auth import Gatekeeper, area_of
@@ -62,7 +64,8 @@ class Entry:
             return
         headers = response.headers
         headers["x-request-id"] = call.id.shown
-        headers.setdefault("Server", "llama-proxy")
+        if headers.get("Server") == SERVER_SOFTWARE:
+            headers["Server"] = SOURCE
         if call.granted:
             headers["x-queue-wait-ms"] = str(round(call.queue_wait_s * 1000))
             headers["x-backend"] = call.backend
@@ -82,6 +85,7 @@ class Entry:
         try:
             response = await self._answer(request, call, handler)
             call.status = call.status or response.status
+            call.outcome = call.outcome or Outcome.COMPLETED
         except asyncio.CancelledError:
             call.status = call.status or _STATUS_CLIENT_GONE
             call.outcome, call.code = Outcome.CANCELLED, call.code or CLIENT_GONE
@@ -112,8 +116,9 @@ class Entry:
                 return web.Response(status=500)
             refusal = internal_error()
         if call.outcome is None:
-            call.outcome = Outcome.FAILED if refusal.status >= 500 else Outcome.REJECTED
-            call.code = refusal.code.value
+            outcome = outcome_of(refusal.code)
+            refused = outcome is Outcome.FAILED and refusal.status < 500
+            call.outcome, call.code = Outcome.REJECTED if refused else outcome, refusal.code.value
         call.status = refusal.status
         return error_response(refusal, call.dialect, call.id.shown)
 

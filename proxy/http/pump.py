@@ -9,7 +9,7 @@ from proxy.clock import Clock
 from proxy.http.call import Call
 from proxy.http.reply import Reply
 from proxy.metrics import Metrics
-from proxy.sse import Shape, Splitter, UsageMeter, content_chunks
+from proxy.sse import Ending, Shape, Splitter, UsageMeter, content_chunks, ending
 
 WINDOW: Final = 8 * 1024
 """Bytes kept from both ends of a plain JSON body, where llama-server puts `usage` and `timings`."""
@@ -37,6 +37,7 @@ class EventSink:
         self._gap: Callable[[float], None] = metrics.chunk_gap.labels(way.call.model).observe
         self._own: Callable[[float], None] = metrics.overhead.labels("chunk").observe
         self._reads = 0
+        self._last = b""
         self.blocked = False
 
     @property
@@ -51,15 +52,17 @@ class EventSink:
         if whole:
             await self._send(whole, began)
 
-    async def finish(self) -> None:
-        """Pass what an upstream that ended properly left without a last empty line."""
+    async def finish(self) -> Ending:
+        """Pass what an upstream that ended properly left without a last empty line; say how it ended."""
         rest = self._splitter.finish()
         if rest:
             await self._send(rest, self._clock())
         self._call.usage = self._meter.usage
+        return ending(self._last, self._shape)
 
     async def _send(self, whole: bytes, began: float) -> None:
         self._reply.last_write = began
+        self._last = whole
         fresh = content_chunks(whole, self._shape)
         if fresh:
             self._count(fresh, began)

@@ -10,7 +10,7 @@ from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
 
 from proxy import logs
-from proxy.errors import ErrorCode, ProxyError
+from proxy.errors import SOURCE, ErrorCode, ProxyError
 from proxy.headers import mint
 from proxy.http.hardening import MAX_FIELDS
 from proxy.http.render import error_response, internal_error
@@ -53,9 +53,10 @@ class JsonRequestHandler(RequestHandler):
         ours = mint()
         log = logs.get("http")
         if status < 500:
-            log.info("request refused by the parser", id=ours, remote=request.remote, error=str(exc))
-            text = " ".join((message or "bad request").split())
-            error = ProxyError(ErrorCode.INVALID_REQUEST, f"the request is not valid HTTP: {text[:300]}")
+            # the parser quotes the offending bytes below its first line; they may hold a key
+            text = (message or "bad request").strip().partition("\n")[0].rstrip(":")[:200]
+            log.info("request refused by the parser", id=ours, remote=request.remote, error=text)
+            error = ProxyError(ErrorCode.INVALID_REQUEST, f"the request is not valid HTTP: {text}")
         else:
             log.error("connection failed", id=ours, remote=request.remote, exc_info=exc)
             error = internal_error()
@@ -63,6 +64,7 @@ class JsonRequestHandler(RequestHandler):
             raise ConnectionError("a response has begun; no second one can follow")
         response = error_response(error, Dialect.OPENAI, ours)
         response.headers["x-request-id"] = ours
+        response.headers["Server"] = SOURCE
         response.force_close()
         return response
 

@@ -5,7 +5,6 @@ import socket
 from typing import Any
 from urllib.parse import urlsplit
 
-
 OPEN: list[socket.socket] = []
 """Sockets of the running test; a fixture closes what the test left open."""
 

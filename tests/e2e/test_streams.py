@@ -104,7 +104,13 @@ def test_sixty_four_streams_on_four_slots(shared: Proxy) -> None:
     answers: list[int] = []
 
     def one(n: int) -> None:
-        ask = {"model": "mid", "prompt": f"client {n} says", "max_tokens": 24, "stream": True, "ignore_eos": True}
+        ask = {
+            "model": "mid",
+            "prompt": f"client {n} says",
+            "max_tokens": 24,
+            "stream": True,
+            "ignore_eos": True,
+        }
         stream = RawStream(shared.url, "/v1/completions", ask, timeout_s=240)
         assert stream.head() == 200
         events = stream.rest()

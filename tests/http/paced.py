@@ -7,6 +7,7 @@ what it wants.
 
 import asyncio
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +16,7 @@ BEHAVIOUR: dict[str, Any] = {
     "pace_ms": 0,
     "prefill_ms": 0,
     "status": 200,
-    "die": "",  # "", "before_head", "after_head", "mid_event", "mid_body"
+    "die": "",  # "", "before_head", "after_head", "mid_event", "mid_body", "early_end"
     "die_after": 2,
     "pause_after": 0,
     "pause_ms": 0,
@@ -100,7 +101,7 @@ class PacedEngine:
                 watch = asyncio.ensure_future(reader.read(1))
                 try:
                     await asyncio.wait({work, watch}, return_when=asyncio.FIRST_COMPLETED)
-                    if not work.done():
+                    if not work.done() or isinstance(work.exception(), ConnectionError):
                         seen.gone.set()
                         return
                     watch.cancel()
@@ -151,6 +152,8 @@ class PacedEngine:
                 await asyncio.sleep(0.02)
                 writer.transport.abort()
                 return False
+            if want["die"] == "early_end" and number == want["die_after"]:
+                break
             await _chunk(seen, writer, event)
             if want["pause_after"] and number == want["pause_after"]:
                 await asyncio.sleep(want["pause_ms"] / 1000)
@@ -250,7 +253,10 @@ def whole(path: str, body: dict[str, Any], tokens: int, pad: int) -> Any:
             choice["message"] = {"role": "assistant", "content": None, "tool_calls": [call]}
         kind = "chat.completion"
     elif path.endswith("/v1/completions"):
-        choice, kind = {"index": 0, "finish_reason": "stop", "text": text, "logprobs": None}, "text_completion"
+        choice, kind = (
+            {"index": 0, "finish_reason": "stop", "text": text, "logprobs": None},
+            "text_completion",
+        )
     else:
         return {"echo": path, "target_body": body, "timings": TIMINGS}
     choices = [{**choice, "index": index} for index in range(body.get("n", 1))]
@@ -265,13 +271,12 @@ def whole(path: str, body: dict[str, Any], tokens: int, pad: int) -> Any:
     }
 
 
-def events(path: str, body: dict[str, Any], tokens: int, pad: int, ends: str) -> list[bytes]:
-    """Return the events of a streamed answer."""
-    made = [*_events(path, body, tokens, "x" * pad)]
-    return [event.replace("\n\n", ends).encode() for event in made]
+def events(path: str, body: dict[str, Any], tokens: int, pad: int, ends: str) -> Iterator[bytes]:
+    """Yield the events of a streamed answer."""
+    return (event.replace("\n\n", ends).encode() for event in _events(path, body, tokens, "x" * pad))
 
 
-def _events(path: str, body: dict[str, Any], tokens: int, pad: str) -> list[str]:
+def _events(path: str, body: dict[str, Any], tokens: int, pad: str) -> Iterator[str]:
     def data(value: Any, name: str = "") -> str:
         head = f"event: {name}\n" if name else ""
         return head + "data: " + json.dumps(value, separators=(",", ":")) + "\n\n"
@@ -291,26 +296,24 @@ def _events(path: str, body: dict[str, Any], tokens: int, pad: str) -> list[str]
             },
         }
         block = {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}}
-        made = [data(start, "message_start"), data(block, "content_block_start")]
+        yield data(start, "message_start")
+        yield data(block, "content_block_start")
         for number in range(tokens):
             delta = {"type": "text_delta", "text": f" t{number}{pad}"}
-            made.append(data({"type": "content_block_delta", "index": 0, "delta": delta}, "content_block_delta"))
-        made.append(data({"type": "content_block_stop", "index": 0}, "content_block_stop"))
+            yield data({"type": "content_block_delta", "index": 0, "delta": delta}, "content_block_delta")
+        yield data({"type": "content_block_stop", "index": 0}, "content_block_stop")
         ending = {
             "type": "message_delta",
             "delta": {"stop_reason": "end_turn", "stop_sequence": None},
             "usage": {"output_tokens": tokens},
         }
-        made.append(data(ending, "message_delta"))
-        return [*made, data({"type": "message_stop"}, "message_stop")]
+        yield data(ending, "message_delta")
+        yield data({"type": "message_stop"}, "message_stop")
+        return
     if path.endswith("/responses"):
-        made = [
-            data(
-                {"type": "response.output_text.delta", "item_id": "m", "delta": f" t{number}{pad}"},
-                "response.output_text.delta",
-            )
-            for number in range(tokens)
-        ]
+        name = "response.output_text.delta"
+        for number in range(tokens):
+            yield data({"type": name, "item_id": "m", "delta": f" t{number}{pad}"}, name)
         usage = {
             "input_tokens": 10,
             "output_tokens": tokens,
@@ -318,18 +321,29 @@ def _events(path: str, body: dict[str, Any], tokens: int, pad: str) -> list[str]
             "input_tokens_details": {"cached_tokens": 3},
         }
         done = {"type": "response.completed", "response": {"id": "r", "usage": usage}, "timings": TIMINGS}
-        return [*made, data(done, "response.completed")]
+        yield data(done, "response.completed")
+        return
     base = {"created": 1, "id": "chatcmpl-1", "model": "engine-name", "object": "chat.completion.chunk"}
 
     def choice(delta: Any, finish: str | None = None) -> str:
         return data({"choices": [{"finish_reason": finish, "index": 0, "delta": delta}], **base})
 
     if path == "/completion":
-        made = [data({"index": 0, "content": f" t{n}{pad}", "stop": False}) for n in range(tokens)]
-        last = {"index": 0, "content": "", "stop": True, "prompt": "secret prompt", "timings": TIMINGS}
-        return [*made, data(last)]
-    made = [choice({"role": "assistant", "content": None})]
-    made += [choice({"content": f" t{number}{pad}"}) for number in range(tokens)]
+        for number in range(tokens):
+            yield data({"index": 0, "content": f" t{number}{pad}", "stop": False})
+        yield data({"index": 0, "content": "", "stop": True, "prompt": "secret prompt", "timings": TIMINGS})
+        return
+    if path == "/v1/completions":
+        for number in range(tokens):
+            yield data({"choices": [{"text": f" t{number}{pad}", "index": 0, "finish_reason": None}], **base})
+        yield data(
+            {"choices": [{"text": "", "index": 0, "finish_reason": "stop"}], **base, "timings": TIMINGS}
+        )
+        yield "data: [DONE]\n\n"
+        return
+    yield choice({"role": "assistant", "content": None})
+    for number in range(tokens):
+        yield choice({"content": f" t{number}{pad}"})
     ending = {"choices": [{"finish_reason": "stop", "index": 0, "delta": {}}], **base, "timings": TIMINGS}
-    made.append(data(ending))
-    return [*made, "data: [DONE]\n\n"]
+    yield data(ending)
+    yield "data: [DONE]\n\n"

@@ -7,7 +7,7 @@ import aiohttp
 import pytest
 from yarl import URL
 
-from .world import house, settings, until
+from .world import house, until
 
 CHAT = "/v1/chat/completions"
 
@@ -62,7 +62,9 @@ async def test_the_engine_gets_our_tag_and_key_and_none_of_the_clients():
             "Cookie": "a=b",
             "x-phase-gather-ms": "999",
         }
-        async with client.post(URL(h.base + CHAT + "?a=%2F..%20", encoded=True), json=chat(), headers=headers) as answer:
+        async with client.post(
+            URL(h.base + CHAT + "?a=%2F..%20", encoded=True), json=chat(), headers=headers
+        ) as answer:
             assert answer.headers["x-request-id"] == "mine-1"
         seen = h.engine.requests[0]
         assert seen.target == CHAT + "?a=%2F..%20"

@@ -76,6 +76,8 @@ class House:
     # --- the fleet's part ---------------------------------------------------------------------------
 
     def request_load(self, model: str) -> None:
+        if self.state(model) is not ModelState.UNLOADED:
+            return
         self.loads.append(model)
         self.states[model] = ModelState.LOADING
         if self.auto:
