@@ -106,8 +106,9 @@ class Admission:
 
         An id that a live ticket already has gets a suffix (`Ticket.id` tells).
         """
-        if spec.id in self._state.tickets:
-            spec = replace(spec, id=f"{spec.id}-{next(self._copies)}")
+        wanted = spec.id
+        while spec.id in self._state.tickets:
+            spec = replace(spec, id=f"{wanted}-{next(self._copies)}")
         effects = step(self._state, Arrived(spec), self._clock())
         entry = self._state.tickets.get(spec.id)
         if entry is None:
