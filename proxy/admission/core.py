@@ -40,7 +40,12 @@ from proxy.types import AdminState, BackendKey, Outcome, Snapshot, TicketState
 
 
 def step(state: State, event: Event, now: float) -> list[Effect]:
-    """Apply one event at a time not before the last one's; return what is to be done, in order."""
+    """Apply one event at a time not before the last one's; return what is to be done, in order.
+
+    Raises `ValueError` for the arrival of an id that is alive, and changes nothing then.
+    """
+    if isinstance(event, Arrived) and event.spec.id in state.tickets:
+        raise ValueError(f"ticket {event.spec.id} is already here")
     rooms: dict[str, Room] = {}
     effects: list[Effect] = []
     due = state.timer is not None and now >= state.timer
@@ -107,8 +112,6 @@ def _apply(state: State, event: Event, rooms: dict[str, Room], now: float) -> li
 
 
 def _arrived(state: State, spec: TicketSpec, rooms: dict[str, Room], now: float) -> list[Effect]:
-    if spec.id in state.tickets:
-        raise ValueError(f"ticket {spec.id} is already here")
     room = rooms[spec.model] = state.room(spec.model)
     room.dropped = False
     state.arrivals += 1
