@@ -383,7 +383,7 @@ class Histories(RuleBasedStateMachine):
 
 
 Histories.TestCase.settings = settings(
-    max_examples=int(os.environ.get("ADMISSION_EXAMPLES", "150")),
+    max_examples=int(os.environ.get("ADMISSION_EXAMPLES", "100")),
     stateful_step_count=80,
     deadline=None,
     suppress_health_check=list(HealthCheck),
