@@ -106,8 +106,16 @@ class Metrics:
 
     def render(self) -> bytes:
         """Return the registry in the text exposition format."""
+        self.refresh()
+        return self.text()
+
+    def refresh(self) -> None:
+        """Bring the gauges up to date; on the event loop's thread, for they are read off live state."""
         for refresh in self._refreshers:
             refresh()
+
+    def text(self) -> bytes:
+        """Return the registry as it is, without refreshing: fit for another thread."""
         return generate_latest(self.registry)
 
     def forget_model(self, model: str) -> None:

@@ -17,6 +17,7 @@ from proxy.admission.records import (
     ModelAdmissionView,
     TicketSpec,
     TicketView,
+    outcome_of,
 )
 from proxy.admission.ticket import Ticket
 
@@ -33,4 +34,5 @@ __all__ = [
     "Work",
     "World",
     "count_work",
+    "outcome_of",
 ]
