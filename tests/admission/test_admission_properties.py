@@ -5,6 +5,7 @@
 
 import os
 
+import pytest
 from admission_kit import backend, spec
 from hypothesis import HealthCheck, assume, settings
 from hypothesis import strategies as st
@@ -382,10 +383,12 @@ class Histories(RuleBasedStateMachine):
         assert self.armed is None
 
 
+EXAMPLES = int(os.environ.get("ADMISSION_EXAMPLES", "100"))
+
 Histories.TestCase.settings = settings(
-    max_examples=int(os.environ.get("ADMISSION_EXAMPLES", "100")),
+    max_examples=EXAMPLES,
     stateful_step_count=80,
     deadline=None,
     suppress_health_check=list(HealthCheck),
 )
-TestHistories = Histories.TestCase
+TestHistories = pytest.mark.timeout(300 + EXAMPLES)(Histories.TestCase)
