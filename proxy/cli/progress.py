@@ -2,83 +2,122 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
 from typing import TYPE_CHECKING, Self
 
-from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    SpinnerColumn,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.progress import Progress as RichProgress
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable
     from types import TracebackType
 
-    from rich.console import Console
-
 _PLAIN_INTERVAL_S = 5.0
+_MINUTES_FROM_S = 90
 
 
-class BarProgress:
-    """Draws one bar per kind of work on ``console``; use as a context manager."""
+class ConsoleProgress:
+    """Shows steps and notes on standard error; use as a context manager around the work."""
 
-    def __init__(self, console: Console) -> None:
-        """Draw on ``console``, which must be a terminal."""
-        self._bars = RichProgress(
-            SpinnerColumn(),
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-            console=console,
-            transient=True,
-        )
-        self._text = ""
-        self._task: TaskID | None = None
+    def __init__(self, console: Console | None = None) -> None:
+        """Draw a bar where ``console`` (default: standard error) is a terminal, print lines elsewhere."""
+        shown = console or Console(stderr=True)
+        self._listener = _Bar(shown) if shown.is_terminal else LineProgress(shown)
 
     def __enter__(self) -> Self:
-        """Start drawing."""
-        self._bars.start()
+        """Start; nothing is drawn before the first step."""
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
-        """Stop drawing and clear the bar."""
-        self._bars.stop()
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Clear the bar."""
+        if isinstance(self._listener, _Bar):
+            self._listener.close()
 
     def step(self, done: int, total: int, text: str) -> None:
-        """Move the bar called ``text``; a new text starts a new bar."""
-        if self._task is None or text != self._text:
-            if self._task is not None:
-                self._bars.remove_task(self._task)
+        """``done`` of ``total`` units of the work called ``text``; ``total`` 0 means unknown."""
+        self._listener.step(done, total, text)
+
+    def note(self, text: str) -> None:
+        """One line worth keeping."""
+        self._listener.note(text)
+
+
+class _Bar:
+    """One bar, for the work that is going on now."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._bars: RichProgress | None = None
+        self._text = ""
+        self._task = TaskID(0)
+
+    def step(self, done: int, total: int, text: str) -> None:
+        if self._bars is None or text != self._text:
+            self.close()
+            self._bars = RichProgress(
+                SpinnerColumn(),
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeElapsedColumn(),
+                TextColumn("left"),
+                TimeRemainingColumn(),
+                console=self._console,
+                transient=True,
+            )
+            self._bars.start()
             self._task = self._bars.add_task(text, total=total or None)
             self._text = text
         self._bars.update(self._task, completed=done, total=total or None)
 
     def note(self, text: str) -> None:
-        """Print a line above the bar."""
-        self._bars.console.print(text, markup=False, highlight=False)
+        self._console.print(text, markup=False, highlight=False)
+
+    def close(self) -> None:
+        if self._bars is not None:
+            self._bars.stop()
+            self._bars = None
 
 
 class LineProgress:
-    """Prints a plain line when the work changes and then every few seconds, for logs and pipes."""
+    """Prints a plain line when the work changes, every few seconds, and at its end."""
 
-    def __init__(self, console: Console, interval_s: float = _PLAIN_INTERVAL_S) -> None:
-        """Print on ``console`` at most every ``interval_s`` seconds."""
+    def __init__(
+        self,
+        console: Console,
+        interval_s: float = _PLAIN_INTERVAL_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Print on ``console`` at most every ``interval_s`` seconds of ``clock``."""
         self._console = console
         self._interval_s = interval_s
+        self._clock = clock
         self._text = ""
-        self._started = self._printed = 0.0
+        self._started = 0.0
+        self._printed = -math.inf
         self._finished = False
 
     def step(self, done: int, total: int, text: str) -> None:
         """Print the step when it is time to."""
-        now = time.monotonic()
+        now = self._clock()
         if text != self._text:
             self._text, self._started, self._printed, self._finished = text, now, -math.inf, False
         finished = 0 < total <= done
         if finished == self._finished and now - self._printed < self._interval_s:
+            return
+        if finished and self._finished:
             return
         self._printed, self._finished = now, finished
         count = f" {done}/{total}" if total else f" {done}" if done else ""
@@ -89,18 +128,10 @@ class LineProgress:
         if not total or not 0 < done < total or spent < self._interval_s:
             return ""
         left = spent / done * (total - done)
-        return f", about {left / 60:.0f} min left" if left >= 90 else f", about {left:.0f} s left"
+        return (
+            f", about {left / 60:.0f} min left" if left >= _MINUTES_FROM_S else f", about {left:.0f} s left"
+        )
 
     def note(self, text: str) -> None:
         """Print a line."""
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-
-@contextlib.contextmanager
-def progress_on(console: Console) -> Iterator[BarProgress | LineProgress]:
-    """A bar where ``console`` is a terminal, plain lines elsewhere."""
-    if console.is_terminal:
-        with BarProgress(console) as bar:
-            yield bar
-    else:
-        yield LineProgress(console)

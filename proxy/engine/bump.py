@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 _VERSION = re.compile(r"[0-9A-Za-z.!+_-]+")
 _OFFSET = re.compile(r"Hunk #\d+ succeeded at .*offset")
 _CHECKING = re.compile(r"Checking patch (.*)\.\.\.$")
-_FAILED = re.compile(r"^error: (patch failed: .*|.*: No such file or directory|.*: does not exist in .*|.*: already exists in .*)$")
+_FAILED = re.compile(
+    r"^error: (patch failed: .*|.*: No such file or directory|.*: does not exist in .*|.*: already exists in .*)$"
+)
 
 
 class Outcome(StrEnum):
@@ -69,6 +71,7 @@ def bump_report(
     patch_set: PatchSet,
     to: str | None,
     progress: Progress,
+    *,
     cancel: threading.Event | None = None,
 ) -> BumpReport:
     """Try the series on version ``to`` of the source package, or on the newest one the index has."""

@@ -70,7 +70,10 @@ def _parse(data: bytes) -> ElfInfo:
     strings = next((value for tag, value in entries if tag == _DT_STRTAB), None)
     if strings is None:
         raise ValueError("no string table")
-    base = next((offset + strings - start for start, offset, length in loads if start <= strings < start + length), None)
+    base = next(
+        (offset + strings - start for start, offset, length in loads if start <= strings < start + length),
+        None,
+    )
     if base is None:
         raise ValueError("the string table lies in no segment")
 

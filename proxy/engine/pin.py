@@ -39,7 +39,9 @@ def parse_upstream(text: str, origin: str = "UPSTREAM") -> Upstream:
         key, value = key.strip(), value.strip()
         if not colon or key not in _KEYS or not value or key in values:
             expected = ", ".join(sorted(_KEYS))
-            raise EngineToolError(f"{origin}:{number}: expected each of {expected} once, as 'key: value'; got {raw!r}")
+            raise EngineToolError(
+                f"{origin}:{number}: expected each of {expected} once, as 'key: value'; got {raw!r}"
+            )
         values[key] = value
     if missing := sorted(_KEYS - values.keys()):
         raise EngineToolError(f"{origin}: missing {', '.join(missing)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import selectors
 import signal
@@ -63,7 +64,7 @@ def run(
         log.flush()
         child = _start(work)
         try:
-            _pump(work, child, log, on_line, on_tick, cancel)
+            _pump(work, child, log, on_line=on_line, on_tick=on_tick, cancel=cancel)
             code = child.wait(timeout=_END_GRACE_S)
         except BaseException:
             _end_group(child)
@@ -91,13 +92,16 @@ def _start(work: Work) -> subprocess.Popen[bytes]:
             start_new_session=True,
         )
     except OSError as error:
-        raise EngineToolError(f"{work.what}: cannot start {work.argv[0]}: {error.strerror or error}") from error
+        raise EngineToolError(
+            f"{work.what}: cannot start {work.argv[0]}: {error.strerror or error}"
+        ) from error
 
 
 def _pump(
     work: Work,
     child: subprocess.Popen[bytes],
     log: IO[bytes],
+    *,
     on_line: Callable[[str], None] | None,
     on_tick: Callable[[], None] | None,
     cancel: threading.Event | None,
@@ -133,10 +137,8 @@ def _pump(
 def _end_group(child: subprocess.Popen[bytes]) -> None:
     # SIGINT first: ninja then removes half-written outputs and ends its compilers.
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signum)
-        except ProcessLookupError:
-            pass
         try:
             child.wait(timeout=_END_GRACE_S)
         except subprocess.TimeoutExpired:

@@ -78,7 +78,9 @@ def read_series_names(native_patch: Path) -> tuple[str, ...]:
     names = tuple(line.strip() for line in lines if line.strip())
     for name in names:
         if "/" in name or not name.endswith(".patch"):
-            raise EngineToolError(f"{path}: {name!r} is not the name of a file in patches/ (one 'slug.patch' per line)")
+            raise EngineToolError(
+                f"{path}: {name!r} is not the name of a file in patches/ (one 'slug.patch' per line)"
+            )
     if len(set(names)) != len(names):
         raise EngineToolError(f"{path}: a patch is listed twice")
     return names
@@ -92,7 +94,9 @@ def read_patch_set(native_patch: Path) -> PatchSet:
         try:
             data = path.read_bytes()
         except OSError as error:
-            raise EngineToolError(f"{path}, listed in series, cannot be read: {error.strerror or error}") from error
+            raise EngineToolError(
+                f"{path}, listed in series, cannot be read: {error.strerror or error}"
+            ) from error
         try:
             text = data.decode("utf-8")
         except UnicodeDecodeError as error:
@@ -108,6 +112,8 @@ def read_overlay(directory: Path) -> tuple[OverlayFile, ...]:
     files = []
     for path in sorted(directory.iterdir()):
         if path.is_symlink() or not path.is_file():
-            raise EngineToolError(f"{path}: the overlay is flat and holds plain files only; move it out of overlay/")
+            raise EngineToolError(
+                f"{path}: the overlay is flat and holds plain files only; move it out of overlay/"
+            )
         files.append(OverlayFile(path.name, path.read_bytes()))
     return tuple(files)

@@ -67,7 +67,9 @@ class ArchiveSource:
                         seen.add(found.path)
                         yield found
         except (tarfile.TarError, EOFError, OSError) as error:
-            raise EngineToolError(f"{self.archive} cannot be unpacked: {error}; delete it and run this again") from error
+            raise EngineToolError(
+                f"{self.archive} cannot be unpacked: {error}; delete it and run this again"
+            ) from error
         _require(seen, str(self.archive))
 
     def _member(self, tar: tarfile.TarFile, member: tarfile.TarInfo) -> SourceFile | None:
@@ -78,7 +80,9 @@ class ArchiveSource:
         if len(parts) < 3 or parts[1] != _TREE or member.isdir():
             return None
         if not member.isreg():
-            raise EngineToolError(f"{self.archive}: {member.name} is a link or a device; expected plain files only")
+            raise EngineToolError(
+                f"{self.archive}: {member.name} is a link or a device; expected plain files only"
+            )
         stream = tar.extractfile(member)
         if stream is None:
             raise EngineToolError(f"{self.archive}: {member.name} has no content")
@@ -148,7 +152,11 @@ def identify_checkout(root: Path) -> CheckoutIdentity:
 def _git(root: Path, *arguments: str) -> str:
     try:
         done = subprocess.run(
-            ["git", "-C", str(root), *arguments], capture_output=True, text=True, check=False, timeout=_GIT_TIMEOUT_S
+            ["git", "-C", str(root), *arguments],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=_GIT_TIMEOUT_S,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise EngineToolError(f"git {arguments[0]} in {root} failed: {error}") from error

@@ -27,11 +27,29 @@ _WHEEL_TIMEOUT_S = 900.0
 _WHEELS = ("cmake>=3.24,<5", "ninja>=1.11")
 
 _PACKAGES: dict[str, dict[str, str]] = {
-    "apt-get install -y": {"c++": "g++", "git": "git", "nvcc": "nvidia-cuda-toolkit", "cmake": "cmake", "ninja": "ninja-build"},
-    "dnf install -y": {"c++": "gcc-c++", "git": "git", "nvcc": "cuda-toolkit", "cmake": "cmake", "ninja": "ninja-build"},
+    "apt-get install -y": {
+        "c++": "g++",
+        "git": "git",
+        "nvcc": "nvidia-cuda-toolkit",
+        "cmake": "cmake",
+        "ninja": "ninja-build",
+    },
+    "dnf install -y": {
+        "c++": "gcc-c++",
+        "git": "git",
+        "nvcc": "cuda-toolkit",
+        "cmake": "cmake",
+        "ninja": "ninja-build",
+    },
     "pacman -S --noconfirm": {"c++": "gcc", "git": "git", "nvcc": "cuda", "cmake": "cmake", "ninja": "ninja"},
     "apk add": {"c++": "g++", "git": "git", "nvcc": "cuda", "cmake": "cmake", "ninja": "ninja"},
-    "zypper install -y": {"c++": "gcc-c++", "git": "git", "nvcc": "cuda-toolkit", "cmake": "cmake", "ninja": "ninja"},
+    "zypper install -y": {
+        "c++": "gcc-c++",
+        "git": "git",
+        "nvcc": "cuda-toolkit",
+        "cmake": "cmake",
+        "ninja": "ninja",
+    },
 }
 
 
@@ -132,7 +150,9 @@ def _output(argv: list[str], stdin: str = "") -> str:
 def _first_line(compiler: str) -> str:
     version = _output([compiler, "--version"]).split("\n")[0].strip()
     if not version:
-        raise EngineToolError(f"{compiler} --version says nothing; is it a compiler?", exit_code=ExitCode.MISSING_TOOL)
+        raise EngineToolError(
+            f"{compiler} --version says nothing; is it a compiler?", exit_code=ExitCode.MISSING_TOOL
+        )
     return version
 
 
@@ -158,7 +178,7 @@ def _gpu_features() -> tuple[str, ...]:
 
 
 def find_build_tools(cache: Cache, progress: Progress, cancel: threading.Event | None = None) -> BuildTools:
-    """cmake and ninja from PATH or this Python's environment; where missing, from package wheels put into the cache."""
+    """Cmake and ninja from PATH or this Python's environment; where missing, from package wheels put into the cache."""
     cmake, ninja = _tool("cmake", cache), _tool("ninja", cache)
     if not cmake or not ninja:
         progress.note("cmake or ninja is missing; fetching both from the package index")
@@ -192,9 +212,9 @@ def _fetch_wheels(cache: Cache, cancel: threading.Event | None) -> None:
     work = Work(
         what="fetching cmake and ninja with pip",
         argv=[
-            sys.executable, "-m", "pip", "install", "--upgrade", "--no-deps", "--only-binary", ":all:",
-            "--progress-bar", "off", "--target", str(cache.tools), *_WHEELS,
-        ],  # fmt: skip
+            *(sys.executable, "-m", "pip", "install", "--upgrade", "--no-deps", "--only-binary", ":all:"),
+            *("--progress-bar", "off", "--target", str(cache.tools), *_WHEELS),
+        ],
         cwd=cache.root,
         log=cache.root / "tools.log",
         deadline_s=_WHEEL_TIMEOUT_S,

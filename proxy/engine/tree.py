@@ -46,7 +46,9 @@ def compose(source: Source, patch_set: PatchSet) -> Iterator[SourceFile]:
         stage.mkdir()
         for item in source.files():
             if item.path.startswith(f"{OVERLAY_DIR}/"):
-                raise EngineToolError(f"the unpatched tree already has {item.path}; the overlay needs another place")
+                raise EngineToolError(
+                    f"the unpatched tree already has {item.path}; the overlay needs another place"
+                )
             if item.path in touched:
                 write_file(stage / item.path, item.data, executable=item.executable)
             else:
@@ -83,7 +85,9 @@ def run_apply(tree: Path, data: bytes, *options: str) -> subprocess.CompletedPro
             timeout=_APPLY_TIMEOUT_S,
         )
     except FileNotFoundError as error:
-        raise EngineToolError("git is missing; it applies the patches (Debian: apt-get install git)") from error
+        raise EngineToolError(
+            "git is missing; it applies the patches (Debian: apt-get install git)"
+        ) from error
     except subprocess.TimeoutExpired as error:
         raise EngineToolError(f"git apply took more than {_APPLY_TIMEOUT_S} s in {tree}") from error
 

@@ -77,15 +77,15 @@ class HashCache:
 _HASHES = HashCache()
 
 
-def verify_files(directory: Path, *, hashes: HashCache | None = None) -> list[Mismatch]:
+def verify_files(directory: Path, *, cache: HashCache | None = None) -> list[Mismatch]:
     """Compare an engine directory with its manifest; an empty list means every file is as it was built.
 
     Files that the manifest does not list are reported too: a library dropped in would be loaded. Raises
     EngineToolError when there is no readable manifest.
     """
     manifest = read_manifest(directory)
-    cache = hashes or _HASHES
-    found = [lie for entry in manifest.files if (lie := _check_entry(directory, entry, cache)) is not None]
+    hashes = cache or _HASHES
+    found = [lie for entry in manifest.files if (lie := _check_entry(directory, entry, hashes)) is not None]
     listed = {entry.path for entry in manifest.files} | {MANIFEST_NAME}
     found += [
         Mismatch(path.name, MismatchReason.UNLISTED, "", "a file the manifest does not list")
@@ -105,7 +105,7 @@ def _check_entry(directory: Path, entry: FileEntry, hashes: HashCache) -> Mismat
     if stat.S_ISLNK(status.st_mode):
         if entry.kind is not FileKind.LINK:
             return Mismatch(entry.path, MismatchReason.KIND, wanted, "a link")
-        target = os.readlink(path)
+        target = str(path.readlink())
         if target != entry.target:
             return Mismatch(entry.path, MismatchReason.TARGET, entry.target, target)
         return None
@@ -152,7 +152,7 @@ def parse_maps(text: str) -> tuple[Mapping, ...]:
     return tuple(found.values())
 
 
-def verify_process(pid: int, manifest_dir: Path, *, hashes: HashCache | None = None) -> list[Mismatch]:
+def verify_process(pid: int, manifest_dir: Path, *, cache: HashCache | None = None) -> list[Mismatch]:
     """Compare what a running engine really has mapped with the manifest; an empty list means it is that engine.
 
     The executable must be a program of the manifest; every file that program needs must be mapped, from the
@@ -161,11 +161,11 @@ def verify_process(pid: int, manifest_dir: Path, *, hashes: HashCache | None = N
     manifest cannot be read.
     """
     manifest = read_manifest(manifest_dir)
-    cache = hashes or _HASHES
+    hashes = cache or _HASHES
     proc = Path("/proc") / str(pid)
     try:
         text = (proc / "maps").read_text(encoding="utf-8", errors="surrogateescape")
-        executable = os.readlink(proc / "exe")
+        executable = str((proc / "exe").readlink())
     except OSError as error:
         raise EngineToolError(f"cannot look into process {pid}: {error.strerror or error}") from error
     base = manifest_dir.resolve()
@@ -188,7 +188,7 @@ def verify_process(pid: int, manifest_dir: Path, *, hashes: HashCache | None = N
         mapped.add(path.name)
         if deleted:
             found.append(Mismatch(path.name, MismatchReason.DELETED, str(path), mapping.path))
-        elif path.name in files and (lie := _check_mapping(proc, mapping, files[path.name], base, cache)):
+        elif path.name in files and (lie := _check_mapping(proc, mapping, files[path.name], base, hashes)):
             found.append(lie)
     found += [
         Mismatch(entry.path, MismatchReason.NOT_MAPPED, f"mapped by pid {pid}", "")
@@ -207,14 +207,18 @@ def _program(manifest: Manifest, base: Path, executable: str) -> str | Mismatch:
     return Mismatch(path.name, MismatchReason.EXECUTABLE, expected, executable)
 
 
-def _check_mapping(proc: Path, mapping: Mapping, entry: FileEntry, base: Path, hashes: HashCache) -> Mismatch | None:
+def _check_mapping(
+    proc: Path, mapping: Mapping, entry: FileEntry, base: Path, hashes: HashCache
+) -> Mismatch | None:
     path = base / entry.path
     try:
         status = path.stat()
         digest = hashes.sha256(path)
     except OSError as error:
         return Mismatch(entry.path, MismatchReason.MISSING, str(path), str(error.strerror or error))
-    if (status.st_dev, status.st_ino) != (mapping.device, mapping.inode) and not _same_file(proc, mapping, status):
+    if (status.st_dev, status.st_ino) != (mapping.device, mapping.inode) and not _same_file(
+        proc, mapping, status
+    ):
         return Mismatch(
             entry.path,
             MismatchReason.REPLACED,

@@ -42,7 +42,11 @@ def _git(tree: Path, *arguments: str, stdin: str | None = None) -> str:
     name, _, address = AUTHOR.partition(" <")
     env = git_environment(tree.parent)
     for role in ("AUTHOR", "COMMITTER"):
-        env |= {f"GIT_{role}_NAME": name, f"GIT_{role}_EMAIL": address.rstrip(">"), f"GIT_{role}_DATE": _FIXED_DATE}
+        env |= {
+            f"GIT_{role}_NAME": name,
+            f"GIT_{role}_EMAIL": address.rstrip(">"),
+            f"GIT_{role}_DATE": _FIXED_DATE,
+        }
     try:
         done = subprocess.run(
             ["git", "-c", "core.autocrlf=false", "-c", "core.safecrlf=false", "-c", "commit.gpgSign=false",
@@ -52,7 +56,8 @@ def _git(tree: Path, *arguments: str, stdin: str | None = None) -> str:
         )  # fmt: skip
     except FileNotFoundError as error:
         raise EngineToolError(
-            "git is missing; it carries the patches (Debian: apt-get install git)", exit_code=ExitCode.MISSING_TOOL
+            "git is missing; it carries the patches (Debian: apt-get install git)",
+            exit_code=ExitCode.MISSING_TOOL,
         ) from error
     except subprocess.TimeoutExpired as error:
         raise EngineToolError(f"git {arguments[0]} took more than {_GIT_TIMEOUT_S} s in {tree}") from error
@@ -98,7 +103,9 @@ def export_series(directory: Path) -> PatchSet:
     if not (directory / ".git").exists() or not _git(directory, "tag", "--list", PRISTINE_TAG).strip():
         raise EngineToolError(f"{directory} is not a tree made by 'llama-proxy engine apply'")
     if dirty := _git(directory, "status", "--porcelain").strip():
-        raise EngineToolError(f"{directory} has changes that are in no commit; commit or remove them:\n{dirty}")
+        raise EngineToolError(
+            f"{directory} has changes that are in no commit; commit or remove them:\n{dirty}"
+        )
     if _git(directory, "rev-list", "--merges", f"{PRISTINE_TAG}..HEAD").strip():
         raise EngineToolError(f"{directory} has merges since {PRISTINE_TAG}; rebase to one line of commits")
     patches: list[Patch] = []
@@ -106,9 +113,13 @@ def export_series(directory: Path) -> PatchSet:
         name, text = normalise(_git(directory, "format-patch", *_FORMAT, "-1", commit))
         mail = parse_mail(f"{name}.patch", text)
         if any(touch.path.startswith(f"{OVERLAY_DIR}/") for touch in mail.touches):
-            raise EngineToolError(f"commit {commit[:12]} ({mail.subject}) touches {OVERLAY_DIR}/; the overlay is exported as files")
+            raise EngineToolError(
+                f"commit {commit[:12]} ({mail.subject}) touches {OVERLAY_DIR}/; the overlay is exported as files"
+            )
         if "/" in name or any(patch.name == name for patch in patches):
-            raise EngineToolError(f"commit {commit[:12]}: Patch-Name {name!r} is taken or not a plain file name")
+            raise EngineToolError(
+                f"commit {commit[:12]}: Patch-Name {name!r} is taken or not a plain file name"
+            )
         patches.append(Patch(f"{name}.patch", text.encode(), mail))
     return PatchSet(tuple(patches), read_overlay(directory / OVERLAY_DIR))
 
@@ -177,13 +188,22 @@ class Problem:
 def check_files(native_patch: Path) -> list[Problem]:
     """What can be said without the source: series against files, mail form, trailers against diffs, the overlay's list."""
     listed = set(read_series_names(native_patch))
-    present = {path.name for path in (native_patch / "patches").glob("*")} if (native_patch / "patches").is_dir() else set()
-    found = [Problem(f"patches/{name}", "is in no line of series; add it or delete it") for name in sorted(present - listed)]
+    present = (
+        {path.name for path in (native_patch / "patches").glob("*")}
+        if (native_patch / "patches").is_dir()
+        else set()
+    )
+    found = [
+        Problem(f"patches/{name}", "is in no line of series; add it or delete it")
+        for name in sorted(present - listed)
+    ]
     patch_set = read_patch_set(native_patch)
     for patch in patch_set.patches:
         where = f"patches/{patch.file_name}"
         if patch.mail.header[0].split()[1] != ZERO_COMMIT or f"From: {AUTHOR}" not in patch.mail.header:
-            found.append(Problem(where, f"must come from commit {ZERO_COMMIT} and '{AUTHOR}'; export it again"))
+            found.append(
+                Problem(where, f"must come from commit {ZERO_COMMIT} and '{AUTHOR}'; export it again")
+            )
         if patch.mail.trailer("Patch-Name") != (patch.name,):
             found.append(Problem(where, f"needs exactly one trailer 'Patch-Name: {patch.name}'"))
         stated, real = stated_touches(patch.mail), patch.mail.touches
@@ -222,7 +242,12 @@ def check_round_trip(native_patch: Path, source: Source, label: str) -> list[Pro
         if (text := exported.get(patch.file_name)) is None:
             found.append(Problem(f"patches/{patch.file_name}", "does not come back under this name"))
         elif text != patch.data:
-            found.append(Problem(f"patches/{patch.file_name}", f"comes back different at {_first_difference(patch.data, text)}"))
+            found.append(
+                Problem(
+                    f"patches/{patch.file_name}",
+                    f"comes back different at {_first_difference(patch.data, text)}",
+                )
+            )
     if _by_name(again.overlay) != _by_name(patch_set.overlay):
         found.append(Problem("overlay", "does not come back as it was"))
     return found
