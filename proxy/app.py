@@ -18,7 +18,9 @@ from proxy.catalog import Catalog
 from proxy.clock import Clock, monotonic
 from proxy.engine import EngineToolError, HashCache, verify_process
 from proxy.errors import ErrorCode, ProxyError
-from proxy.http import HttpContext, make_http, runner_options
+from proxy.http.ports import HttpContext
+from proxy.http.routes import make_http
+from proxy.http.server import ProxyRunner
 from proxy.metrics import Metrics
 from proxy.settings import Model, Settings
 from proxy.types import BackendKey, Cause, EngineInfo, ModelState, Snapshot, TicketState
@@ -55,7 +57,9 @@ class Engines:
 
     async def _named(self, text: str, field: str) -> EngineBinary:
         path = Path(text).expanduser()
-        server = next((p for p in (path, path / "llama-server", path / "bin" / "llama-server") if p.is_file()), None)
+        server = next(
+            (p for p in (path, path / "llama-server", path / "bin" / "llama-server") if p.is_file()), None
+        )
         if server is None:
             raise ProxyError(ErrorCode.MODEL_LOAD_FAILED, f"{field}: there is no llama-server at {path}")
         if server not in self._known:
@@ -100,7 +104,7 @@ class IdentityCheck:
     async def __call__(self, pid: int, folder: Path) -> str:
         """Return `verified`; `ProxyError` (`identity_mismatch`) naming file and identities otherwise."""
         try:
-            wrong = await asyncio.to_thread(partial(verify_process, pid, folder, cache=self._hashes))
+            wrong = await asyncio.to_thread(partial(verify_process, pid, folder, hashes=self._hashes))
         except EngineToolError as error:
             raise ProxyError(ErrorCode.IDENTITY_MISMATCH, error.message) from None
         if wrong:
@@ -124,7 +128,13 @@ class Proxy:
         self.catalog = Catalog(settings.models)
         self.stopping = False
         self.fleet = Fleet(
-            settings, self.catalog, self.metrics, clock, engines, _Observer(self), verify=IdentityCheck()
+            settings,
+            self.catalog,
+            self.metrics,
+            clock,
+            engine_resolver=engines,
+            observer=_Observer(self),
+            verify=IdentityCheck(),
         )
         self.admission = Admission(settings, self.metrics, _World(self), clock=clock)
         self.metrics.build_info.labels(__version__, "", "").set(1)
@@ -306,7 +316,7 @@ async def _listening(
     settings: Settings, engines: Engines
 ) -> AsyncIterator[tuple[Proxy, web.TCPSite, Listening]]:
     proxy = Proxy(settings, engines)
-    runner = web.AppRunner(proxy.http(), **runner_options(settings))
+    runner = ProxyRunner(proxy.http(), settings)
     try:
         await proxy.fleet.start()
         await runner.setup()

@@ -69,7 +69,17 @@ def main() -> int:
     run.stage("fast tests", PYTHON, "-m", "pytest", "-q", "-m", NOT_ENGINE)
     run.engine("pristine engine", "LLAMA_SERVER_STOCK", "--stock")
     run.engine("patched engine", "LLAMA_SERVER_BIN")
-    run.stage("engine tests", PYTHON, "-m", "pytest", "-q", "-m", WITH_ENGINE, "tests/engine", needs="patched engine")
+    run.stage(
+        "engine tests",
+        PYTHON,
+        "-m",
+        "pytest",
+        "-q",
+        "-m",
+        WITH_ENGINE,
+        "tests/engine",
+        needs="patched engine",
+    )
     run.stage(
         "proxy tests", PYTHON, "-m", "pytest", "-q", "-m", WITH_ENGINE,
         "--ignore=tests/engine", "tests", needs="patched engine",

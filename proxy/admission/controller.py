@@ -48,7 +48,7 @@ from proxy.clock import Clock, monotonic
 from proxy.errors import ErrorCode, ProxyError
 from proxy.metrics import Metrics
 from proxy.settings import Settings
-from proxy.types import AdminState, BackendKey, EngineInfo, Outcome, Snapshot
+from proxy.types import AdminState, BackendKey, EngineInfo, Outcome, Snapshot, TicketState
 
 _TIMER_MIN_S = 0.001
 """Event loops may fire a timer a little early; this keeps the repeat from spinning."""
@@ -94,6 +94,8 @@ class Admission:
         self._instruments = Instruments(metrics)
         self._tickets: dict[str, Ticket] = {}
         self._copies = count(2)
+        self._held: set[Ticket] = set()
+        self._drainers: list[tuple[str | None, asyncio.Future[None]]] = []
         self._timer: asyncio.TimerHandle | None = None
         self._log = logs.get("admission")
         self.configure(settings)
@@ -106,8 +108,9 @@ class Admission:
 
         An id that a live ticket already has gets a suffix (`Ticket.id` tells).
         """
-        if spec.id in self._state.tickets:
-            spec = replace(spec, id=f"{spec.id}-{next(self._copies)}")
+        wanted = spec.id
+        while spec.id in self._state.tickets:
+            spec = replace(spec, id=f"{wanted}-{next(self._copies)}")
         effects = step(self._state, Arrived(spec), self._clock())
         entry = self._state.tickets.get(spec.id)
         if entry is None:
@@ -115,6 +118,7 @@ class Admission:
             self._perform(effects)
             raise error
         ticket = self._tickets[spec.id] = Ticket(self, entry)
+        self._held.add(ticket)
         self._perform(effects)
         return ticket
 
@@ -124,13 +128,42 @@ class Admission:
         self._post(Cancelled(ticket, error))
         return found
 
-    def released(self, ticket: str, outcome: Outcome, code: str, *, upstream_open: bool) -> None:
+    def released(self, ticket: Ticket, outcome: Outcome, code: str, *, upstream_open: bool) -> None:
         """Take a release (called by `Ticket`)."""
-        self._post(Released(ticket, outcome, code, upstream_open=upstream_open))
+        self._held.discard(ticket)
+        # an ended ticket is forgotten before its release; its id may be another's by now
+        if self._state.tickets.get(ticket.id) is ticket.entry:
+            self._post(Released(ticket.id, outcome, code, upstream_open=upstream_open))
+        self._wake_drainers()
 
-    def first_byte(self, ticket: str) -> None:
+    def first_byte(self, ticket: Ticket) -> None:
         """Take the observation of a first byte (called by `Ticket`)."""
-        self._post(FirstByte(ticket))
+        if self._state.tickets.get(ticket.id) is ticket.entry:
+            self._post(FirstByte(ticket.id))
+
+    def busy(self, model: str | None = None) -> int:
+        """Return how many requesters of a model (None: of all) are past the queue and not done yet.
+
+        Those whose ticket was ended count until they released it: they still write to their clients.
+        """
+        return sum(
+            1
+            for ticket in self._held
+            if ticket.state is not TicketState.QUEUED and (model is None or ticket.spec.model == model)
+        )
+
+    async def drained(self, model: str | None = None, *, timeout: float) -> bool:
+        """Wait until nobody is `busy`; return False when `timeout` seconds passed first."""
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        drainer = (model, done)
+        self._drainers.append(drainer)
+        self._wake_drainers()
+        try:
+            await asyncio.wait({done}, timeout=timeout)
+        finally:
+            if drainer in self._drainers:
+                self._drainers.remove(drainer)
+        return done.done()
 
     # --- the world --------------------------------------------------------------------------------
 
@@ -248,6 +281,11 @@ class Admission:
                     self._log.exception("load_request_failed", model=model)
                     text = f"{model}: the load could not be started: {error}"
                     self.load_failed(model, ProxyError(ErrorCode.MODEL_LOAD_FAILED, text))
+
+    def _wake_drainers(self) -> None:
+        for model, done in self._drainers:
+            if not done.done() and self.busy(model) == 0:
+                done.set_result(None)
 
     def _arm(self, at: float | None) -> None:
         if self._timer is not None:

@@ -40,16 +40,22 @@ from proxy.types import AdminState, BackendKey, Outcome, Snapshot, TicketState
 
 
 def step(state: State, event: Event, now: float) -> list[Effect]:
-    """Apply one event at a time not before the last one's; return what is to be done, in order."""
+    """Apply one event at a time not before the last one's; return what is to be done, in order.
+
+    Raises `ValueError` for the arrival of an id that is alive, and changes nothing then.
+    """
+    if isinstance(event, Arrived) and event.spec.id in state.tickets:
+        raise ValueError(f"ticket {event.spec.id} is already here")
     rooms: dict[str, Room] = {}
     effects: list[Effect] = []
-    if state.timer is not None and now >= state.timer:
+    due = state.timer is not None and now >= state.timer
+    if due:
         effects += _time_passed(state, rooms, now)
     effects += _apply(state, event, rooms, now)
     for room in rooms.values():
         effects += decide(state, room, now, arrived=isinstance(event, Arrived))
     if isinstance(event, Arrived):
-        effects += _bounded(state, event.spec, now)
+        effects += _bounded(state, event.spec, now, again=due)
     _forget_dropped(state, rooms)
     at = _next_wake(state, now)
     if at != state.timer:
@@ -91,6 +97,8 @@ def _apply(state: State, event: Event, rooms: dict[str, Room], now: float) -> li
             return _shut_down(state, error, rooms, now, cut=cut)
         case Configured(limits):
             state.limits = limits
+            for entry in state.tickets.values():
+                entry.due_known = False
             for room in state.rooms.values():
                 rooms[room.model] = room
                 for ledger in room.books.values():
@@ -104,8 +112,6 @@ def _apply(state: State, event: Event, rooms: dict[str, Room], now: float) -> li
 
 
 def _arrived(state: State, spec: TicketSpec, rooms: dict[str, Room], now: float) -> list[Effect]:
-    if spec.id in state.tickets:
-        raise ValueError(f"ticket {spec.id} is already here")
     room = rooms[spec.model] = state.room(spec.model)
     room.dropped = False
     state.arrivals += 1
@@ -119,8 +125,12 @@ def _arrived(state: State, spec: TicketSpec, rooms: dict[str, Room], now: float)
     return []
 
 
-def _bounded(state: State, spec: TicketSpec, now: float) -> list[Effect]:
-    """Refuse a newcomer that would have to wait where a bound is already reached."""
+def _bounded(state: State, spec: TicketSpec, now: float, *, again: bool) -> list[Effect]:
+    """Refuse a newcomer that would have to wait where a bound is already reached.
+
+    `again`: more than the arrival changed in this step, so the newcomer may have stood in the way of
+    somebody who fits now.
+    """
     entry = state.tickets.get(spec.id)
     if entry is None or not entry.waiting:
         return []
@@ -129,7 +139,8 @@ def _bounded(state: State, spec: TicketSpec, now: float) -> list[Effect]:
     if over is None:
         return []
     error = ProxyError(*over, retry_after_s=life.retry_after_s(room, now))
-    return life.refuse(state, entry, error, now) + decide(state, room, now)
+    effects = life.refuse(state, entry, error, now)
+    return effects + decide(state, room, now) if again else effects
 
 
 def _over_a_bound(state: State, room: Room, spec: TicketSpec) -> tuple[ErrorCode, str] | None:
@@ -163,7 +174,7 @@ def _released(state: State, event: Released, rooms: dict[str, Room], now: float)
     if charge.released_at is not None:
         return effects
     if ledger.release(event.ticket, now, upstream_open=event.upstream_open):
-        if event.outcome is Outcome.COMPLETED and entry.granted_at is not None:
+        if entry.outcome is Outcome.COMPLETED and entry.granted_at is not None:
             room.turnover.served(now - entry.granted_at, entry.cost)
         return effects + life.remove(state, entry, now)
     if entry.state is not TicketState.CANCELLING:
@@ -281,7 +292,8 @@ def _time_passed(state: State, rooms: dict[str, Room], now: float) -> list[Effec
 
 def _next_wake(state: State, now: float) -> float | None:
     """Return the earliest time at which time alone changes an answer."""
-    times = [due for entry in state.tickets.values() if (due := life.deadline(state, entry, now)) is not None]
+    dues = (life.deadline(state, entry, now) for entry in state.tickets.values())
+    times = [due for due in dues if due is not None]
     for room in state.rooms.values():
         times += [book.mirror_changes_at() for book in room.books.values() if room.queue or book.charges]
         patience = state.limits.wide_patience_s

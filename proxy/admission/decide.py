@@ -81,7 +81,10 @@ def _offer(state: State, room: Room, now: float, queue: Sequence[Entry]) -> list
     blocked: Reason | None = None
     head = True
     for entry in queue:
-        placed = _place(room, entry, now, free_only=blocked is not None)
+        if blocked is not None and entry.spec.tasks > 0 and entry.spec.n == 1:
+            placed = None  # the rule below, at the price of a long queue's bulk
+        else:
+            placed = _place(room, entry, now, free_only=blocked is not None)
         if placed is not None:
             effects += _grant(room, placed, now)
             granted.append(placed)
@@ -96,7 +99,8 @@ def _offer(state: State, room: Room, now: float, queue: Sequence[Entry]) -> list
         elif reason is None:
             reason = blocked = Reason.NO_FREE_SLOT
         head = False
-        effects += life.hold(entry, reason, now)
+        if entry.reason is not reason:
+            effects += life.hold(entry, reason, now)
     return effects + _announce(state, room, granted, now)
 
 

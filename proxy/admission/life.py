@@ -47,6 +47,7 @@ def move(entry: Entry, state: TicketState, reason: Reason | None, now: float) ->
     entry.state = state
     entry.reason = reason
     entry.since = now
+    entry.due_known = False
     return effects
 
 
@@ -137,14 +138,20 @@ def deadline(state: State, entry: Entry, now: float) -> float | None:
 
     What the mirror said of a granted ticket counts only while the mirror is fresh.
     """
+    if not entry.due_known:
+        entry.due_known = True
+        entry.due = _due(state, entry)
+    if entry.due is None or entry.waiting:
+        return entry.due
+    ledger = state.ledger_of(entry)
+    return entry.due if ledger is not None and ledger.mirror(now).fresh else None
+
+
+def _due(state: State, entry: Entry) -> float | None:
     budget = entry.budget
     limit = None if budget is None else _limit(state, entry, budget)
     if budget is None or limit is None or entry.ended is not None:
         return None
-    if not entry.waiting:
-        ledger = state.ledger_of(entry)
-        if ledger is None or not ledger.mirror(now).fresh:
-            return None
     return entry.since + limit - entry.spent.get(budget, 0.0)
 
 

@@ -38,7 +38,7 @@ class Turnover:
         place = max(now + RETRY_MIN_S, now + gap * queued, self.handed_until + gap)
         self.handed_until = min(place, now + RETRY_MAX_S)
         if place <= now + RETRY_MAX_S:
-            return place - now
+            return min(RETRY_MAX_S, max(RETRY_MIN_S, place - now))
         # the virtual queue is longer than the longest answer: spread evenly over its upper half
         self.spread = (self.spread + _GOLDEN) % 1.0
         return RETRY_MAX_S * (1.0 + self.spread) / 2

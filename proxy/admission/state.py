@@ -66,8 +66,10 @@ class Entry:
     """One live ticket.
 
     `number` is its arrival rank. `since` is when (state, reason) last changed; `held` and `spent`
-    hold the seconds of what came before, by reason and by budget. `ended` is set when it was ended
-    from elsewhere; `wide_since` when a wide ticket first stood at the head; `outcome` once it is settled (a cancelling ticket already has one).
+    hold the seconds of what came before, by reason and by budget; `due` remembers the deadline that
+    follows from them while `due_known`. `wide_since` is when a wide ticket first stood at the head.
+    `ended` is set when it was ended from elsewhere, `outcome` once it is settled (a cancelling ticket
+    has one already).
     """
 
     spec: TicketSpec
@@ -84,6 +86,8 @@ class Entry:
     wide_since: float | None = None
     held: dict[Reason, float] = field(default_factory=dict)
     spent: dict[Budget, float] = field(default_factory=dict)
+    due: float | None = None
+    due_known: bool = False
     ended: ProxyError | None = None
     outcome: Outcome | None = None
     finished_at: float | None = None

@@ -12,8 +12,8 @@ from proxy.types import Outcome, Reason, TicketState
 class Desk(Protocol):
     """What a ticket asks of admission."""
 
-    def released(self, ticket: str, outcome: Outcome, code: str, *, upstream_open: bool) -> None: ...
-    def first_byte(self, ticket: str) -> None: ...
+    def released(self, ticket: "Ticket", outcome: Outcome, code: str, *, upstream_open: bool) -> None: ...
+    def first_byte(self, ticket: "Ticket") -> None: ...
     def position(self, entry: Entry) -> int: ...
     def now(self) -> float: ...
 
@@ -28,7 +28,8 @@ class Ticket:
     def __init__(self, desk: Desk, entry: Entry) -> None:
         loop = asyncio.get_running_loop()
         self._desk = desk
-        self._entry = entry
+        self.entry = entry
+        """The core's record; only admission may look at it."""
         self._answer: asyncio.Future[Grant | ProxyError] = loop.create_future()
         self._released = False
         self.ended: asyncio.Future[ProxyError] = loop.create_future()
@@ -37,37 +38,37 @@ class Ticket:
     @property
     def id(self) -> str:
         """The ticket's id, also the stem of the engine's tag."""
-        return self._entry.spec.id
+        return self.entry.spec.id
 
     @property
     def spec(self) -> TicketSpec:
         """What was submitted."""
-        return self._entry.spec
+        return self.entry.spec
 
     @property
     def state(self) -> TicketState:
         """Where it is."""
-        return self._entry.state
+        return self.entry.state
 
     @property
     def reason(self) -> Reason | None:
         """Why it waits, None when it does not."""
-        return self._entry.reason
+        return self.entry.reason
 
     @property
     def position(self) -> int:
         """1-based place in its model's queue, 0 when it does not wait there."""
-        return self._desk.position(self._entry)
+        return self._desk.position(self.entry)
 
     @property
     def queued_s(self) -> float:
         """Seconds spent in the proxy's queue so far."""
-        return self._entry.queued_s(self._desk.now())
+        return self.entry.queued_s(self._desk.now())
 
     @property
     def cohort(self) -> int | None:
         """The engine cohort it was last seen in."""
-        return self._entry.cohort
+        return self.entry.cohort
 
     @overload
     async def granted(self, timeout: None = None) -> Grant: ...
@@ -99,11 +100,11 @@ class Ticket:
     def first_byte(self) -> None:
         """Say that the first content byte went to the client."""
         if not self._released:
-            self._desk.first_byte(self.id)
+            self._desk.first_byte(self)
 
     def tokens(self, count: int) -> None:
         """Count generated tokens seen on the way to the client (shown to operators, decides nothing)."""
-        self._entry.tokens += count
+        self.entry.tokens += count
 
     def release(self, outcome: Outcome, code: str = "", *, upstream_open: bool = False) -> None:
         """Give everything back; only the first call counts.
@@ -115,7 +116,7 @@ class Ticket:
             return
         self._released = True
         self._answer.cancel()
-        self._desk.released(self.id, outcome, code, upstream_open=upstream_open)
+        self._desk.released(self, outcome, code, upstream_open=upstream_open)
 
     def resolve(self, grant: Grant) -> None:
         """Deliver the grant (called by admission)."""

@@ -11,9 +11,10 @@ a limit would be a hidden queue.
 
 import asyncio
 import io
+import weakref
 from collections.abc import Iterable
+from contextvars import ContextVar
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any, Final
 
 import aiohttp
@@ -70,6 +71,43 @@ class ProbeError(Exception):
         self.timed_out = timed_out
 
 
+@dataclass(slots=True, eq=False)
+class _Lane:
+    """The connection of one exchange: what has to be torn down when it is given up."""
+
+    transport: asyncio.BaseTransport | None = None
+    response: aiohttp.ClientResponse | None = None
+    reused: bool = False
+
+    def abort(self) -> None:
+        # abort, not close: close would first send what is left of a body that nobody needs any more
+        if isinstance(self.transport, asyncio.WriteTransport):
+            self.transport.abort()
+        if self.response is not None:
+            self.response.close()
+
+
+_lane: ContextVar[_Lane | None] = ContextVar("lane", default=None)
+
+
+class _Connector(aiohttp.TCPConnector):
+    """Tells each exchange which connection it got, and whether that had served before."""
+
+    def __init__(self) -> None:
+        super().__init__(limit=0, keepalive_timeout=IDLE_CONNECTION_S)
+        self._served: weakref.WeakSet[asyncio.BaseTransport] = weakref.WeakSet()
+
+    async def connect(
+        self, req: aiohttp.ClientRequest, traces: list[Any], timeout: aiohttp.ClientTimeout
+    ) -> Any:
+        connection = await super().connect(req, traces, timeout)
+        lane, transport = _lane.get(), connection.transport
+        if lane is not None and transport is not None:
+            lane.transport, lane.reused = transport, transport in self._served
+            self._served.add(transport)
+        return connection
+
+
 class EngineClient:
     """Connections to one engine. `key` empty: no credentials are sent. Create within the event loop."""
 
@@ -77,15 +115,12 @@ class EngineClient:
         """`base` is scheme and authority, with an optional path prefix, for example `http://127.0.0.1:4711`."""
         self.base = base.rstrip("/")
         self._key = key
-        self._open: set[_Exchange] = set()
+        self._lanes: set[_Lane] = set()
         self._idle = asyncio.Event()
         self._idle.set()
-        self._waiting = 0
         self._closed = ""
-        trace = aiohttp.TraceConfig()
-        trace.on_connection_reuseconn.append(_reused)
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_CONNECTION_S),
+            connector=_Connector(),
             timeout=aiohttp.ClientTimeout(
                 total=None, connect=None, sock_read=None, sock_connect=CONNECT_TIMEOUT_S
             ),
@@ -94,36 +129,32 @@ class EngineClient:
             auto_decompress=False,
             requote_redirect_url=False,
             skip_auto_headers=_NOT_ADDED,
-            trace_configs=[trace],
         )
 
     async def open(self, request: UpstreamRequest) -> Exchange:
         """Send a request and wait for the head of its response. Raises `UpstreamDied`."""
-        context = SimpleNamespace(reused=False)
-        self._count(1)
+        lane = self._occupy()
         try:
-            response = await self._request(request, context)
+            response = await self._request(request, lane)
         except _FAILURES as error:
-            raise self._died(error, before_head=True, reused=context.reused) from error
-        finally:
-            self._count(-1)
-        exchange = _Exchange(self, response, reused=context.reused)
+            self._leave(lane, torn=True)
+            raise self._died(error, lane, before_head=True) from error
+        except BaseException:
+            self._leave(lane, torn=True)
+            raise
+        lane.response = response
         if self._closed:
-            exchange.close()
+            self._leave(lane, torn=True)
             raise UpstreamDied(self._closed, before_head=True)
-        self._open.add(exchange)
-        self._idle.clear()
-        return exchange
+        return _Exchange(self, response, lane)
 
     async def get(self, target: str, timeout_s: float) -> Answer:
         """GET a small answer within `timeout_s`, all included. Raises `ProbeError`."""
         request = UpstreamRequest("GET", target, ())
         try:
             async with asyncio.timeout(timeout_s):
-                response = await self._request(request, SimpleNamespace(reused=False))
-                async with response:
-                    body = await _read(response, _PROBE_LIMIT)
-                    return Answer(response.status, body)
+                async with await self._request(request, None) as response:
+                    return Answer(response.status, await _read(response, _PROBE_LIMIT))
         except TimeoutError:
             raise ProbeError(f"{target}: no answer within {timeout_s:g} s", timed_out=True) from None
         except (*_FAILURES, ValueError) as error:
@@ -132,7 +163,7 @@ class EngineClient:
     @property
     def exchanges(self) -> int:
         """Requests on the way or being answered, probes left out."""
-        return len(self._open) + self._waiting
+        return len(self._lanes)
 
     async def idle(self) -> None:
         """Wait until no exchange is open."""
@@ -141,24 +172,27 @@ class EngineClient:
     async def close(self, why: str = "the engine was stopped") -> None:
         """Tear down every connection at once; open exchanges end with `UpstreamDied`. Idempotent."""
         self._closed = self._closed or why
-        for exchange in list(self._open):
-            exchange.close()
+        for lane in self._lanes:
+            lane.abort()
         await self._session.close()
 
-    async def _request(self, request: UpstreamRequest, context: SimpleNamespace) -> aiohttp.ClientResponse:
+    async def _request(self, request: UpstreamRequest, lane: _Lane | None) -> aiohttp.ClientResponse:
         if self._closed:
             raise ConnectionAbortedError(self._closed)
         body: Any = request.body or None
         if len(request.body) > _LARGE:
             body = io.BytesIO(request.body)
-        return await self._session.request(
-            request.method,
-            URL(self.base + request.target, encoded=True),
-            headers=self._headers(request.headers),
-            data=body,
-            allow_redirects=False,
-            trace_request_ctx=context,
-        )
+        token = _lane.set(lane)
+        try:
+            return await self._session.request(
+                request.method,
+                URL(self.base + request.target, encoded=True),
+                headers=self._headers(request.headers),
+                data=body,
+                allow_redirects=False,
+            )
+        finally:
+            _lane.reset(token)
 
     def _headers(self, given: Iterable[tuple[str, str]]) -> CIMultiDict[str]:
         headers = CIMultiDict((name, value) for name, value in given if name.lower() not in _DROPPED)
@@ -166,33 +200,32 @@ class EngineClient:
             headers["Authorization"] = f"Bearer {self._key}"
         return headers
 
-    def _died(self, error: BaseException, *, before_head: bool, reused: bool) -> UpstreamDied:
-        message = self._closed or _words(error)
-        return UpstreamDied(message, before_head=before_head, reused=reused and not self._closed)
+    def _died(self, error: BaseException, lane: _Lane, *, before_head: bool) -> UpstreamDied:
+        reused = lane.reused and not self._closed
+        return UpstreamDied(self._closed or _words(error), before_head=before_head, reused=reused)
 
-    def _count(self, change: int) -> None:
-        self._waiting += change
-        self._settle()
+    def _occupy(self) -> _Lane:
+        lane = _Lane()
+        self._lanes.add(lane)
+        self._idle.clear()
+        return lane
 
-    def _forget(self, exchange: "_Exchange") -> None:
-        self._open.discard(exchange)
-        self._settle()
-
-    def _settle(self) -> None:
-        if self.exchanges:
-            self._idle.clear()
-        else:
+    def _leave(self, lane: _Lane, *, torn: bool) -> None:
+        if torn:
+            lane.abort()
+        self._lanes.discard(lane)
+        if not self._lanes:
             self._idle.set()
 
 
 class _Exchange:
     """A response whose head has arrived."""
 
-    def __init__(self, client: EngineClient, response: aiohttp.ClientResponse, *, reused: bool) -> None:
+    def __init__(self, client: EngineClient, response: aiohttp.ClientResponse, lane: _Lane) -> None:
         self._client = client
         self._response = response
-        self._reused = reused
-        self._complete = False
+        self._lane = lane
+        self._ended = False
         headers = tuple(
             (name.decode("latin-1"), value.decode("utf-8", "surrogateescape"))
             for name, value in response.raw_headers
@@ -200,7 +233,7 @@ class _Exchange:
         self._head = Head(
             status=response.status,
             headers=headers,
-            reused_connection=reused,
+            reused_connection=lane.reused,
             lowered={name.lower(): value for name, value in headers},
         )
 
@@ -212,7 +245,7 @@ class _Exchange:
         """Pump the body into `sink`; its errors pass through, ours are `UpstreamDied`."""
         while data := await self._some():
             await sink.write(data)
-        self._end()
+        self._end(torn=False)
 
     async def read(self, limit: int) -> bytes:
         """Return the whole body."""
@@ -224,29 +257,26 @@ class _Exchange:
                 self.close()
                 raise UpstreamDied(f"the response is larger than {limit} bytes", before_head=False)
             parts.append(data)
-        self._end()
+        self._end(torn=False)
         return b"".join(parts)
 
     def close(self) -> None:
-        if not self._complete:
-            connection = self._response.connection
-            if connection is not None and connection.transport is not None:
-                # abort, not close: close would first flush what an engine at work does not read
-                connection.transport.abort()
-        self._response.close()
-        self._client._forget(self)  # noqa: SLF001 - one unit with the client
+        # an answer that is all here has given its connection back: it may be another's by now
+        self._end(torn=not self._response.content.is_eof())
 
     async def _some(self) -> bytes:
         try:
             return await self._response.content.readany()
         except _FAILURES as error:
-            self.close()
-            raise self._client._died(error, before_head=False, reused=self._reused) from error  # noqa: SLF001
+            self._end(torn=True)
+            raise self._client._died(error, self._lane, before_head=False) from error  # noqa: SLF001
 
-    def _end(self) -> None:
-        self._complete = True
-        self._response.release()
-        self._client._forget(self)  # noqa: SLF001
+    def _end(self, *, torn: bool) -> None:
+        if self._ended:
+            return
+        self._ended = True
+        self._response.close()
+        self._client._leave(self._lane, torn=torn)  # noqa: SLF001 - one unit with the client
 
 
 class DeadUpstream:
@@ -269,11 +299,6 @@ async def _read(response: aiohttp.ClientResponse, limit: int) -> bytes:
             raise ValueError(f"the answer is larger than {limit} bytes")
         parts.append(data)
     return b"".join(parts)
-
-
-async def _reused(session: aiohttp.ClientSession, context: SimpleNamespace, params: object) -> None:
-    _ = session, params
-    context.trace_request_ctx.reused = True
 
 
 def _words(error: BaseException) -> str:

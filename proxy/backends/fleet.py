@@ -2,8 +2,8 @@
 
 import asyncio
 from collections.abc import Mapping
+from typing import Final
 
-from proxy import logs
 from proxy.backends.bringup import Recipe
 from proxy.backends.command import check
 from proxy.backends.runner import ModelRunner
@@ -16,10 +16,8 @@ from proxy.settings import ConfigError, Engine, Model, Settings
 from proxy.types import AdminState, BackendKey, Cause, EngineInfo, Snapshot
 from proxy.upstream import Upstream
 
-STOP_MARGIN_S = 2.5
-"""What a stop takes beyond its grace: letting go of requests, the second TERM, the KILL."""
-
-_log = logs.get("backends")
+STOP_MARGIN_S: Final = 2.0
+"""What a stop may take beyond its grace: letting go of requests, the second TERM, the KILL."""
 
 
 def check_models(models: Mapping[str, Model], defaults: Engine) -> None:
@@ -104,7 +102,7 @@ class Fleet:
         Not forced: new loads are refused while exchanges finish, at most `deadline_s`. Forced: the generation
         is bumped before this first awaits, so that nothing more can start on the old one. In both cases the
         observer hears `on_down`, sockets are closed, and the process group is ended within the model's
-        `stop.grace_s` + 2.5 s. A model that is not loaded is a success; twice at once is one.
+        `stop.grace_s` + 2 s. A model that is not loaded is a success; twice at once is one.
         """
         runner = self._runner(model)
         return await runner.unload(

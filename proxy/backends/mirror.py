@@ -97,8 +97,10 @@ class Mirror:
                 # whoever listens failed, not the engine: the next poll must still come
                 _log.exception("snapshot was not taken in", model=self.key.model)
             await asyncio.sleep(MIN_GAP_S)
+            # asyncio.timeout: wait_for may lose a cancel that comes together with the poke
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._poked.wait(), self._interval())
+                async with asyncio.timeout(self._interval()):
+                    await self._poked.wait()
 
     def _interval(self) -> float:
         if self.latest is None or self.failed_polls:
@@ -145,7 +147,7 @@ class Mirror:
         self.latest = snapshot
         self._metrics.mirror_poll.labels(*self._labels).observe(taken - asked)
         self._gauge(snapshot)
-        self._count(self._ledger.observe(snapshot))
+        self._count(self._ledger.observe(snapshot, report.engine_us))
         self._on_snapshot(snapshot)
         return snapshot
 

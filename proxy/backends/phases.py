@@ -1,32 +1,25 @@
 """What the mirror's snapshots say about phases over time. Pure: snapshots in, observations out.
 
-A phase-aware engine reports its transitions as events with engine-monotonic stamps; polling only bounds
-how late we learn of them. The engine's clock is laid against ours by a bound that every poll tightens: an event
-happened before the poll that shows it was answered.
+A phase-aware engine reports its transitions as events with engine-monotonic stamps, so that durations are
+exact whatever the polling; polling only bounds how late we learn of them. The answer's own engine time lays
+the two clocks beside each other, to within the time of one poll.
 
-Expected events: `admit` (slot, cohort, tokens = prompt), `seal`, `ready` (slot), `open`, `pause`, `resume`,
-`release` (slot), `idle`.
+Events: `admit` (slot, tokens = its prompt; cohort 0: it waits for a cohort, else it joins that one) · `ready` (slot:
+its prompt is done) · `seal` (tokens = members) · `open` (no slot: the barrier; a slot: its own, under `mixed`) ·
+`pause`, `resume` (slot) · `release` (slot) · `idle`.
 """
 
 from dataclasses import dataclass, field
-from typing import Final
 
 from proxy.types import EnginePhase, PhaseEvent, Snapshot
 
 P = EnginePhase
-_ENTERS: Final = {
-    "seal": P.PREFILL_SEALED,
-    "open": P.GENERATE,
-    "pause": P.YIELD_PREFILL,
-    "resume": P.GENERATE,
-    "idle": P.IDLE,
-}
-_MAX_COHORTS: Final = 64
+_PREFILL = (P.PREFILL_OPEN, P.PREFILL_SEALED, P.YIELD_PREFILL)
 
 
 @dataclass(frozen=True, slots=True)
 class Sealed:
-    """A cohort became closed: its members and their prompt tokens."""
+    """A cohort was closed: its members and the sum of their prompt tokens."""
 
     size: int
     prompt_tokens: int
@@ -34,7 +27,7 @@ class Sealed:
 
 @dataclass(slots=True)
 class Observations:
-    """What one snapshot added. Times in seconds."""
+    """What one snapshot added. Times in seconds; waits are one per request."""
 
     phase_seconds: dict[EnginePhase, float] = field(default_factory=dict)
     durations: list[tuple[EnginePhase, float]] = field(default_factory=list)
@@ -42,6 +35,18 @@ class Observations:
     barrier_waits: list[float] = field(default_factory=list)
     native_queues: list[float] = field(default_factory=list)
     paused: list[float] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Member:
+    """One slot's stamps, in engine microseconds."""
+
+    tokens: int = 0
+    cohort: int = 0
+    queued_us: int | None = None
+    ready_us: int | None = None
+    paused_us: int | None = None
+    paused_total_us: int = 0
 
 
 class PhaseLedger:
@@ -52,65 +57,84 @@ class PhaseLedger:
         self._phase = P.UNKNOWN
         self._entered: float | None = None
         self._at: float | None = None
-        self._high = float("inf")
-        self._ready: dict[int, int] = {}
-        self._cohorts: dict[int, dict[int, int]] = {}
-        self._waits: dict[str, tuple[float, float]] = {}
+        self._members: dict[int, _Member] = {}
 
-    def observe(self, snapshot: Snapshot) -> Observations:
-        """Take the next snapshot (in order of `taken_at`)."""
+    def observe(self, snapshot: Snapshot, engine_us: int | None = None) -> Observations:
+        """Take the next snapshot (in order of `taken_at`) and the engine's clock in it, if it said so."""
         seen = Observations()
         events = () if self._skip else snapshot.events
         self._skip = False
         if self._at is None:
             self._at = snapshot.taken_at
             self._phase = P.UNKNOWN if events else snapshot.phase
-        self._lay_clocks(snapshot, events)
+        if snapshot.lost:
+            # who was where is not known any more; phases are healed by the snapshot below
+            self._members.clear()
+        if engine_us is None:
+            engine_us = events[-1].t_us if events else 0
+        offset = snapshot.taken_at - engine_us / 1e6
         for event in events:
-            self._event(event, seen)
+            self._event(event, event.t_us / 1e6 + offset, seen)
         self._charge(snapshot.taken_at, seen)
         if snapshot.phase is not self._phase:
-            # events were lost, or the engine has none: the snapshot is right
             self._enter(snapshot.phase, snapshot.taken_at, seen)
-        for slot in snapshot.slots:
-            if slot.busy and slot.tag:
-                self._waits[slot.tag] = (slot.queue_ms / 1000, slot.paused_ms / 1000)
-        live = {slot.tag for slot in snapshot.slots if slot.busy}
-        for tag in [tag for tag in self._waits if tag not in live]:
-            queued, paused = self._waits.pop(tag)
-            seen.native_queues.append(queued)
-            if paused:
-                seen.paused.append(paused)
         return seen
 
-    def _lay_clocks(self, snapshot: Snapshot, events: tuple[PhaseEvent, ...]) -> None:
-        if not events:
-            return
-        self._high = min(self._high, snapshot.taken_at - events[-1].t_us / 1e6)
-
-    def _event(self, event: PhaseEvent, seen: Observations) -> None:
-        at = event.t_us / 1e6 + self._high
+    def _event(self, event: PhaseEvent, at: float, seen: Observations) -> None:
         slot = -1 if event.slot is None else event.slot
-        name = event.event
-        if name == "admit":
-            if len(self._cohorts) > _MAX_COHORTS:
-                self._cohorts.clear()
-            self._cohorts.setdefault(event.cohort, {})[slot] = event.tokens
-            if self._phase in (P.IDLE, P.UNKNOWN):
-                self._enter_at(P.PREFILL_OPEN, at, seen)
-        elif name == "ready":
-            self._ready[slot] = event.t_us
-        elif name == "release":
-            self._ready.pop(slot, None)
-        elif name in _ENTERS:
-            if name == "seal":
-                members = self._cohorts.pop(event.cohort, {})
-                seen.seals.append(Sealed(len(members), sum(members.values())))
-            if name == "open":
-                seen.barrier_waits += [max(0.0, (event.t_us - t) / 1e6) for t in self._ready.values()]
-                self._ready.clear()
-            if not (name == "seal" and self._phase is P.YIELD_PREFILL):
-                self._enter_at(_ENTERS[name], at, seen)
+        match event.event:
+            case "admit":
+                self._admit(event, slot, at, seen)
+            case "ready":
+                self._member(slot).ready_us = event.t_us
+            case "seal":
+                mates = [m for m in self._members.values() if m.cohort == event.cohort]
+                size = event.tokens or len(mates)
+                seen.seals.append(Sealed(size, sum(mate.tokens for mate in mates)))
+                if self._phase is not P.YIELD_PREFILL:
+                    self._enter_at(P.PREFILL_SEALED, at, seen)
+            case "open" if slot < 0:
+                for member in self._members.values():
+                    if member.ready_us is not None:
+                        seen.barrier_waits.append((event.t_us - member.ready_us) / 1e6)
+                        member.ready_us = None
+                self._enter_at(P.GENERATE, at, seen)
+            case "open":
+                self._member(slot).ready_us = None
+            case "pause":
+                self._member(slot).paused_us = event.t_us
+                self._enter_at(P.YIELD_PREFILL, at, seen)
+            case "resume":
+                self._resume(self._member(slot), event.t_us)
+            case "release":
+                member = self._members.pop(slot, _Member())
+                self._resume(member, event.t_us)
+                if member.paused_total_us:
+                    seen.paused.append(member.paused_total_us / 1e6)
+            case "idle":
+                self._enter_at(P.IDLE, at, seen)
+            case _:
+                pass  # a newer engine may say more
+
+    def _admit(self, event: PhaseEvent, slot: int, at: float, seen: Observations) -> None:
+        member = self._members.get(slot)
+        if event.cohort == 0:
+            self._members[slot] = _Member(event.tokens, queued_us=event.t_us)
+            return
+        waited = 0 if member is None or member.queued_us is None else event.t_us - member.queued_us
+        seen.native_queues.append(waited / 1e6)
+        self._members[slot] = _Member(event.tokens, event.cohort)
+        if self._phase not in _PREFILL:
+            self._enter_at(P.PREFILL_OPEN, at, seen)
+
+    def _member(self, slot: int) -> _Member:
+        return self._members.setdefault(slot, _Member())
+
+    @staticmethod
+    def _resume(member: _Member, t_us: int) -> None:
+        if member.paused_us is not None:
+            member.paused_total_us += t_us - member.paused_us
+            member.paused_us = None
 
     def _enter_at(self, phase: EnginePhase, at: float, seen: Observations) -> None:
         self._charge(at, seen)

@@ -22,11 +22,11 @@ from proxy.backends.listening import descendants
 from proxy.backends.logtail import LogTail
 
 LAUNCHER: Final = Path(__file__).with_name("launcher.py")
-SECOND_TERM_S: Final = 1.0
+SECOND_TERM_S: Final = 0.5
 """After the second TERM: llama-server exits at once on it, whatever it is doing."""
 KILL_S: Final = 1.0
-"""A killed process that is not in an uninterruptible wait is gone long before this."""
-LAST_WORDS_S: Final = 0.5
+"""For a killed group to be gone and reaped. One in an uninterruptible wait is reported as left over."""
+LAST_WORDS_S: Final = 0.2
 """How long to wait for output still in the pipe of a process that has ended."""
 _HOPELESS: Final = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP, psutil.STATUS_DISK_SLEEP)
 
@@ -164,10 +164,10 @@ class EngineProcess:
         return code
 
     async def stop(self, grace_s: float) -> StopReport:
-        """TERM, TERM after `grace_s`, KILL a second later, to the group; reap; verify that all are gone.
+        """TERM, TERM after `grace_s`, KILL soon after, to the group; reap; verify that all are gone.
 
         A stopped, traced or uninterruptible process is killed at once. Twice at once is one. Takes at
-        most `grace_s` + 2 s. Shielded: a cancelled caller does not leave a process behind.
+        most `grace_s` + 1.7 s. Shielded: a cancelled caller does not leave a process behind.
         """
         if self._stopping is None:
             self._stopping = self._loop.create_task(self._stop(grace_s), name=f"stop-process:{self.pid}")
@@ -188,10 +188,11 @@ class EngineProcess:
                 self._signal(number, sent)
                 await self._wait(wait_s)
             family = {pid: _born(pid) for pid in descendants(self.pid)} | family
+            deadline = self._loop.time() + KILL_S
             if not self._exit.done():
                 self._signal(signal.SIGKILL, sent)
                 await self._wait(KILL_S)
-            left = await self._sweep(family)
+            left = await self._sweep(family, deadline)
         await self._last_words()
         if self._transport is not None:
             self._transport.close()
@@ -199,9 +200,8 @@ class EngineProcess:
             self._file.close()
         return StopReport(self.code, tuple(sent), left)
 
-    async def _sweep(self, family: dict[int, float | None]) -> tuple[int, ...]:
+    async def _sweep(self, family: dict[int, float | None], deadline: float) -> tuple[int, ...]:
         """Kill descendants that left the group, and wait until the group and they are gone."""
-        deadline = self._loop.time() + KILL_S
         while True:
             alive = [pid for pid, born in family.items() if born is not None and _born(pid) == born]
             for pid in alive:
@@ -219,7 +219,8 @@ class EngineProcess:
     async def _last_words(self) -> None:
         if self._drain is not None:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._drain.ended.wait(), LAST_WORDS_S)
+                async with asyncio.timeout(LAST_WORDS_S):
+                    await self._drain.ended.wait()
 
     def _signal(self, number: signal.Signals, sent: list[str]) -> None:
         with contextlib.suppress(ProcessLookupError):

@@ -43,7 +43,7 @@ from proxy.metrics import Metrics
 from proxy.types import AdminState, BackendKey, Cause, EngineInfo, ModelState, Snapshot
 from proxy.upstream import Upstream
 
-LET_GO_S: Final = 0.5
+LET_GO_S: Final = 0.3
 """How long requests of a stopped backend have to write their error event before sockets are cut."""
 REMOTE_LOST_POLLS: Final = 3
 
@@ -157,7 +157,8 @@ class ModelRunner:
 
     def log_tail(self, lines: int) -> list[str]:
         """Return the last lines of the present or last process."""
-        return self._last_process.tail.lines(lines) if self._last_process else []
+        process = (self._progress.process if self._progress else None) or self._last_process
+        return process.tail.lines(lines) if process else []
 
     def status(self) -> ModelStatus:
         """Return the whole state at this instant."""
@@ -338,7 +339,8 @@ class ModelRunner:
         if live is not None and effect.was_ready:
             await live.mirror.stop()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(live.running.client.idle(), LET_GO_S)
+                async with asyncio.timeout(LET_GO_S):
+                    await live.running.client.idle()
             await live.running.client.close(error.message)
             if live.running.process is not None:
                 report = await live.running.process.stop(self._grace_s)
@@ -363,7 +365,8 @@ class ModelRunner:
         client = self._client
         if client is not None and self.key is not None:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(client.idle(), deadline_s)
+                async with asyncio.timeout(deadline_s):
+                    await client.idle()
         return self._exchanges
 
     def _gone(self, cause: Cause) -> ProxyError:

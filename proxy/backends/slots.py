@@ -5,16 +5,17 @@ Stock form (llama-server b11434): an array of slots. A never-used slot has only 
 four is only read while `is_processing`. `next_token` is an array of one object; `n_prompt_tokens` is
 what the slot holds now, prompt and generated.
 
-Phase form: each slot has a `phase` object as well. With `?phase_since=SEQ` a phase-aware engine answers
-an object: `{"slots": [{"id", "is_processing", "phase": {…}}, …], "events": [{"seq", "t_us", "event",
-"slot", "cohort", "request", "tokens"}, …], "seq": newest, "lost": overrun}`. A stock engine ignores the
-parameter and answers its array.
+Phase form: each slot has a `phase` object as well; in it `cohort` is the engine's and `member_cohort` the
+slot's own. With `?phase_since=SEQ` a phase-aware engine answers an object: `{"policy", "t_us": its clock now,
+"seq": newest, "lost": overrun, "slots": [{"id", "is_processing", "id_task", "n_prompt_tokens", "n_decoded",
+"phase", …}, …], "events": [{"seq", "t_us", "event", "slot", "cohort", "request", "tokens"}, …]}`, where -1 stands
+for no slot and no task. A stock engine ignores the parameter and answers its array.
 
 Numbers an engine may send as null, absent or beyond 64 bits are refused with the path of the field.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import orjson
@@ -35,7 +36,8 @@ class ParseError(Exception):
 class SlotsReport:
     """What one `/slots` answer says.
 
-    `native` is true when the phase fields are there; `seq` is the newest event's, None where none was said.
+    `native` is true when the phase fields are there; `seq` is the newest event's, None where none was said;
+    `engine_us` is the engine's monotonic clock at the answer, in microseconds.
     """
 
     slots: tuple[SlotView, ...]
@@ -47,6 +49,7 @@ class SlotsReport:
     seq: int | None = None
     lost: int = 0
     events: tuple[PhaseEvent, ...] = ()
+    engine_us: int | None = None
 
     @property
     def busy(self) -> int:
@@ -75,7 +78,8 @@ def _light(data: Mapping[str, Any]) -> SlotsReport:
     seq = _optional(data, "seq", "")
     if seq is None or (newest is not None and newest > seq):
         seq = newest
-    return _report(_list(data["slots"], "slots"), events, seq, _int(data, "lost", "", default=0))
+    report = _report(_list(data["slots"], "slots"), events, seq, _int(data, "lost", "", default=0))
+    return replace(report, engine_us=_optional(data, "t_us", ""))
 
 
 def _report(raw: list[Any], events: tuple[PhaseEvent, ...], seq: int | None, lost: int) -> SlotsReport:
@@ -133,7 +137,7 @@ def _slot(slot: Mapping[str, Any], phase: Mapping[str, Any] | None, where: str) 
         busy = member is not MemberState.NONE
     if not busy:
         return SlotView(id=slot_id, busy=False)
-    decoded = None
+    decoded = _optional(slot, "n_decoded", where)
     if slot.get("next_token") is not None:
         tokens = _list(slot["next_token"], f"{where}.next_token")
         if tokens:
@@ -148,7 +152,7 @@ def _slot(slot: Mapping[str, Any], phase: Mapping[str, Any] | None, where: str) 
         task=None if (task := _optional(slot, "id_task", where, low=-1)) == -1 else task,
         tag=_str(phase, "request", at, default=""),
         member=member,
-        cohort=_optional(phase, "cohort", at) or None,
+        cohort=_optional(phase, "member_cohort" if "member_cohort" in phase else "cohort", at) or None,
         prompt_tokens=_optional(phase, "n_prompt_total", at),
         processed_tokens=_optional(slot, "n_prompt_tokens_processed", where),
         held_tokens=_optional(slot, "n_prompt_tokens", where),

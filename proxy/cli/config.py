@@ -91,7 +91,11 @@ def check(file: Path | None, as_json: bool) -> None:
         settings = load(path)
     except ConfigError as error:
         if as_json:
-            click.echo(json.dumps({"ok": False, "file": str(path) if path else None, "errors": str(error).splitlines()}))
+            click.echo(
+                json.dumps(
+                    {"ok": False, "file": str(path) if path else None, "errors": str(error).splitlines()}
+                )
+            )
         else:
             for line in str(error).splitlines():
                 click.secho(line, fg="red", err=True)

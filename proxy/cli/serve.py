@@ -8,7 +8,8 @@ from pathlib import Path
 import click
 
 from proxy import logs
-from proxy.app import EngineBinary, Engines, Listening, serve as serve_app, with_overrides
+from proxy.app import EngineBinary, Engines, Listening, with_overrides
+from proxy.app import serve as serve_app
 from proxy.cli.config import config_path, load_or_exit
 from proxy.cli.progress import ConsoleProgress
 from proxy.engine import BuildOptions, EngineToolError, ensure_demo_model, ensure_engine
@@ -20,7 +21,9 @@ DEMO_ARGS = ("-np", "4", "-b", "512", "-c", "8192")
 
 @click.command()
 @click.option("--config", "config_file", type=click.Path(path_type=Path), help="Configuration file (YAML).")
-@click.option("--model", "model_file", type=click.Path(path_type=Path), help="Serve this GGUF, without a configuration.")
+@click.option(
+    "--model", "model_file", type=click.Path(path_type=Path), help="Serve this GGUF, without a configuration."
+)
 @click.option("--alias", help="A second name for --model.")
 @click.option("--engine", help="A llama-server file or folder to use instead of building one.")
 @click.option("--cuda", is_flag=True, help="Build the engine for CUDA.")
@@ -41,7 +44,9 @@ def serve(
     their first request. Ctrl-C drains and stops; a second Ctrl-C cuts.
     """
     if model_file is not None and config_file is not None:
-        raise click.UsageError("--model and --config exclude each other; put the model into the configuration")
+        raise click.UsageError(
+            "--model and --config exclude each other; put the model into the configuration"
+        )
     if alias is not None and model_file is None:
         raise click.UsageError("--alias needs --model")
     settings = load_or_exit(None if model_file is not None else config_path(config_file))
@@ -59,7 +64,9 @@ def serve(
         _run(settings, Engines(settings, default))
     except OSError as error:
         where = f"{settings.server.host}:{settings.server.port}"
-        click.secho(f"cannot listen on {where}: {error.strerror or error}; choose another --port", fg="red", err=True)
+        click.secho(
+            f"cannot listen on {where}: {error.strerror or error}; choose another --port", fg="red", err=True
+        )
         sys.exit(1)
 
 

@@ -5,6 +5,7 @@
 
 import os
 
+import pytest
 from admission_kit import backend, spec
 from hypothesis import HealthCheck, assume, settings
 from hypothesis import strategies as st
@@ -80,6 +81,8 @@ class Histories(RuleBasedStateMachine):
         self.policy = {}
         self.armed = None
         self.past_tags = []
+        self.cancelled = {}
+        self.shown_keys = set()
         self.post(Configured(LIMITS))
 
     @initialize(policy=st.sampled_from(list(PhasePolicy)), up=st.sampled_from((MODELS, MODELS, ("m",), ())))
@@ -92,7 +95,11 @@ class Histories(RuleBasedStateMachine):
 
     def post(self, event):
         arrived_before = dict(self.order())
+        cancelling = {name: at for name, at in self.cancelled.items() if name in self.state.tickets}
         effects = step(self.state, event, self.now)
+        for name, at in cancelling.items():
+            if name not in self.state.tickets:
+                self.check_evidence(name, at, event)
         for effect in effects:
             match effect:
                 case Granted(ticket, grant):
@@ -116,6 +123,21 @@ class Histories(RuleBasedStateMachine):
                 case _:
                     pass
         return effects
+
+    def check_evidence(self, name, cancelled_at, event):
+        """A cancelling grant leaves the books on evidence, or with its engine; never by age."""
+        match event:
+            case Seen(snapshot):
+                assert snapshot.asked_at > cancelled_at or self.never_seen(name)
+                if snapshot.native and not self.never_seen(name):
+                    assert self.grants[name].tag not in {slot.tag for slot in snapshot.slots if slot.busy}
+            case BackendDown() | BackendReady() | ModelEnded():
+                pass
+            case _:
+                assert self.never_seen(name), f"{name} was dropped by {event}"
+
+    def never_seen(self, name):
+        return self.grants[name].key not in self.shown_keys
 
     def order(self):
         """Rank of each waiting ticket: priority, then arrival."""
@@ -183,6 +205,10 @@ class Histories(RuleBasedStateMachine):
         over = name not in self.state.tickets
         before = [model_view(self.state, model, self.now).charged for model in MODELS]
         self.post(Released(name, outcome, upstream_open=upstream_open))
+        left = self.state.tickets.get(name)
+        if left is not None and upstream_open:
+            assert left.state is TicketState.CANCELLING
+            self.cancelled.setdefault(name, self.now)
         if over:
             assert before == [model_view(self.state, model, self.now).charged for model in MODELS]
 
@@ -269,6 +295,7 @@ class Histories(RuleBasedStateMachine):
         shown += [SlotView(index, False) for index in range(len(shown), SLOTS[model])]
         key = backend(self.generation[model] - back, model=model)
         self.post(Seen(Snapshot(key, self.now - age, self.now, tuple(shown), native=native)))
+        self.shown_keys.add(key)
 
     @rule(seconds=st.sampled_from((0.0, 0.01, 0.5, 2.0, 4.0, 20.0)))
     def wait(self, seconds):
@@ -356,10 +383,12 @@ class Histories(RuleBasedStateMachine):
         assert self.armed is None
 
 
+EXAMPLES = int(os.environ.get("ADMISSION_EXAMPLES", "100"))
+
 Histories.TestCase.settings = settings(
-    max_examples=int(os.environ.get("ADMISSION_EXAMPLES", "150")),
+    max_examples=EXAMPLES,
     stateful_step_count=80,
     deadline=None,
     suppress_health_check=list(HealthCheck),
 )
-TestHistories = Histories.TestCase
+TestHistories = pytest.mark.timeout(300 + EXAMPLES)(Histories.TestCase)

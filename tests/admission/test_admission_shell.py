@@ -416,6 +416,49 @@ async def test_a_repeated_id_gets_its_own_ticket(make):
     assert (await first.granted()).tag != (await second.granted()).tag
 
 
+async def test_a_late_release_spares_the_next_owner_of_its_id(make):
+    """A retry may carry the id of a ticket that was ended but not yet released."""
+    admission = make(slots=1)
+    old = admission.submit(spec("a"))
+    admission.end_model("m", ProxyError(ErrorCode.MODEL_UNLOADED, "forced"))
+    admission.backend_ready(backend(2), EngineInfo(1, 4096))
+    new = admission.submit(spec("a"))
+    old.first_byte()
+    old.release(Outcome.CANCELLED)
+    assert new.state is TicketState.GRANTED
+    new.release(Outcome.COMPLETED)
+    assert empty(admission)
+
+
+async def test_drained_waits_for_requesters_not_for_waiters(make):
+    admission = make(slots=1)
+    running, waiting = admission.submit(spec("a")), admission.submit(spec("b"))
+    admission.set_gate("m", AdminState.DRAINING)
+    assert (admission.busy("m"), admission.busy(), admission.busy("other")) == (1, 1, 0)
+    assert await admission.drained("m", timeout=0.001) is False
+    assert await admission.drained("other", timeout=0.001) is True
+    waiter = asyncio.create_task(admission.drained("m", timeout=DEADLINE_S))
+    await spin()
+    admission.end_model("m", ProxyError(ErrorCode.MODEL_UNLOADED, "forced"))
+    await spin()
+    running.release(Outcome.CANCELLED)
+    await spin()
+    assert not waiter.done()  # the other requester still tells its client
+    waiting.release(Outcome.CANCELLED)
+    assert await asyncio.wait_for(waiter, DEADLINE_S) is True
+    assert admission.busy() == 0
+
+
+async def test_a_cancelled_drain_leaves_nothing(make):
+    admission = make(slots=1)
+    admission.submit(spec("a"))
+    waiter = asyncio.create_task(admission.drained(timeout=DEADLINE_S))
+    await spin()
+    waiter.cancel()
+    await asyncio.gather(waiter, return_exceptions=True)
+    assert admission._drainers == []
+
+
 async def test_metrics_tell_the_truth(make, metrics):
     admission = make(slots=1)
     running = admission.submit(spec("run", priority_name="interactive"))

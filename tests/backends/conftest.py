@@ -132,7 +132,11 @@ async def fleets() -> AsyncIterator[Callable[..., tuple[Fleet, Recorder]]]:
     for fleet in made:
         await fleet.stop(8)
     left = [t.get_name() for t in asyncio.all_tasks() if t is not asyncio.current_task()]
-    assert not [name for name in left if name.split(":")[0] in {"load", "watch", "stop", "clear", "mirror", "stop-process"}]
+    assert not [
+        name
+        for name in left
+        if name.split(":")[0] in {"load", "watch", "stop", "clear", "mirror", "stop-process"}
+    ]
 
 
 def completion(n_predict: int, *, stream: bool = True, prompt: str = "once upon a time") -> UpstreamRequest:

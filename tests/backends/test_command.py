@@ -96,7 +96,9 @@ def test_phase_flags_only_for_a_patched_engine():
     ],
 )
 def test_reserved_flags_are_refused_by_name(flag):
-    with pytest.raises(ConfigError, match=rf"models\.m\.args: {flag.replace('_', '-')} may not be set here: .+; remove it"):
+    with pytest.raises(
+        ConfigError, match=rf"models\.m\.args: {flag.replace('_', '-')} may not be set here: .+; remove it"
+    ):
         make({"path": "x", "args": [flag, "1"]})
     with pytest.raises(ConfigError, match=r"engine\.args: "):
         make({"path": "x"}, defaults={"args": [flag, "1"]})
@@ -135,7 +137,10 @@ def test_cmd_macros():
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        ({"cmd": "x ${PROT}"}, r"models\.m\.cmd: \$\{PROT\} is not a macro \(known: \$\{PORT\}, \$\{MODEL\}, \$\{ENGINE\}"),
+        (
+            {"cmd": "x ${PROT}"},
+            r"models\.m\.cmd: \$\{PROT\} is not a macro \(known: \$\{PORT\}, \$\{MODEL\}, \$\{ENGINE\}",
+        ),
         ({"cmd": "x --port 1"}, r"models\.m\.cmd: does not say \$\{PORT\}"),
         ({"cmd": "x $${PORT}"}, r"does not say \$\{PORT\}"),
         ({"cmd": "x 'y ${PORT}"}, r"models\.m\.cmd: cannot be split into words: No closing quotation"),

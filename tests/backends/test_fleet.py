@@ -227,7 +227,10 @@ async def test_a_gate_refuses_loads_by_requests_only(fleets, engine_binary, mid_
 
 async def test_load_timeout(fleets, engine_binary, mid_model):
     """A budget that runs out names itself and leaves no process."""
-    command = {"cmd": "sh -c 'echo still reading; sleep 600 # $0' ${PORT}", "budgets": {"load_timeout_s": 0.5}}
+    command = {
+        "cmd": "sh -c 'echo still reading; sleep 600 # $0' ${PORT}",
+        "budgets": {"load_timeout_s": 0.5},
+    }
     fleet, seen = fleets({"slow": command}, engine_binary)
     waiter = asyncio.create_task(fleet.load("slow"))
     pid = await eventually(lambda: fleet.status("slow").pid)
@@ -276,7 +279,12 @@ async def test_an_identity_check_can_refuse(fleets, engine_binary, mid_model):
         return EngineBinary(engine_binary, dir=engine_binary.parent)
 
     fleet = Fleet(
-        settings, Catalog(settings.models), metrics, engine_resolver=resolve, observer=Recorder(), verify=verify
+        settings,
+        Catalog(settings.models),
+        metrics,
+        engine_resolver=resolve,
+        observer=Recorder(),
+        verify=verify,
     )
     with pytest.raises(ProxyError, match="not the binary") as refused:
         await fleet.load("mid")

@@ -87,7 +87,9 @@ def test_a_load_during_a_stop_comes_after_it():
 
 
 def test_a_second_stop_forgets_the_load_that_waited():
-    life, _ = run(*READY, StopAsked(Cause.FORCE), LoadAsked(Cause.REQUEST), StopAsked(Cause.FORCE), Stopped(2))
+    life, _ = run(
+        *READY, StopAsked(Cause.FORCE), LoadAsked(Cause.REQUEST), StopAsked(Cause.FORCE), Stopped(2)
+    )
     assert life.operational is S.UNLOADED
 
 
@@ -101,7 +103,11 @@ def test_a_gate_refuses_requests_but_not_operators(admin):
 
 def test_a_gate_set_while_stopping_refuses_the_load_that_waited():
     life, effects = run(
-        *READY, StopAsked(Cause.FORCE), LoadAsked(Cause.REQUEST), AdminSet(AdminState.BLOCKED, "x"), Stopped(2)
+        *READY,
+        StopAsked(Cause.FORCE),
+        LoadAsked(Cause.REQUEST),
+        AdminSet(AdminState.BLOCKED, "x"),
+        Stopped(2),
     )
     assert life.operational is S.UNLOADED and effects[-1] == LoadRefused(AdminState.BLOCKED, "x")
 
@@ -115,7 +121,15 @@ def test_stale_generations_change_nothing(event):
 
 def test_the_table_is_what_is_legal():
     """Each state with each event of its generation: in the table it moves there, else it raises."""
-    events = [LoadAsked(Cause.REQUEST), Started(5), BecameReady(5), LoadFailed(5), Exited(5), Stopped(5), StopAsked(Cause.TTL)]
+    events = [
+        LoadAsked(Cause.REQUEST),
+        Started(5),
+        BecameReady(5),
+        LoadFailed(5),
+        Exited(5),
+        Stopped(5),
+        StopAsked(Cause.TTL),
+    ]
     for state in S:
         for event in events:
             life = Life(state, generation=5)

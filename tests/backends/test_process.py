@@ -43,7 +43,9 @@ async def said(process: EngineProcess, text: str) -> str:
 @pytest.mark.parametrize("watch", [False, True])
 async def test_exit_codes_and_output_pass_through(watch):
     """The launcher is invisible: output, exit code and death by signal are the command's."""
-    process = await start(python("import sys; print('out'); print('err', file=sys.stderr); sys.exit(7)"), watch=watch)
+    process = await start(
+        python("import sys; print('out'); print('err', file=sys.stderr); sys.exit(7)"), watch=watch
+    )
     assert await asyncio.wait_for(process.exited(), 10) == 7
     assert sorted(process.tail.lines()) == ["err", "out"]
     killed = await start(python("import os; os.kill(os.getpid(), 9)"), watch=watch)
@@ -61,7 +63,9 @@ async def test_a_command_that_does_not_exist():
 
 
 async def test_exec_keeps_the_pid_and_a_session_of_its_own():
-    process = await start(python("import os, time; print('pid', os.getpid(), os.getsid(0), flush=True); time.sleep(60)"))
+    process = await start(
+        python("import os, time; print('pid', os.getpid(), os.getsid(0), flush=True); time.sleep(60)")
+    )
     assert await said(process, "pid") == f"{process.pid} {process.pid}"
     assert (await process.stop(5)).code == -signal.SIGTERM
 
@@ -105,7 +109,9 @@ async def test_term_then_term_then_kill():
 
 @pytest.mark.parametrize("watch", [False, True])
 async def test_a_stopped_process_is_killed_at_once(watch):
-    process = await start(python("import os, time; print('pid', os.getpid(), flush=True); time.sleep(600)"), watch=watch)
+    process = await start(
+        python("import os, time; print('pid', os.getpid(), flush=True); time.sleep(600)"), watch=watch
+    )
     pid = int(await said(process, "pid"))
     os.kill(pid, signal.SIGSTOP)
     await eventually(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED)
@@ -165,14 +171,20 @@ PARENT = """
 @pytest.mark.parametrize("mode", ["exec", "watch"])
 async def test_a_killed_parent_leaves_nothing(mode):
     """SIGKILL of the parent: the process goes with it; in watch mode its children do too."""
-    code = textwrap.dedent(FAMILY if mode == "watch" else "import os,time; print('pids', os.getpid(), flush=True); time.sleep(600)")
+    code = textwrap.dedent(
+        FAMILY
+        if mode == "watch"
+        else "import os,time; print('pids', os.getpid(), flush=True); time.sleep(600)"
+    )
     with subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(PARENT), str(ROOT), mode, sys.executable, "-c", code],
         stdout=subprocess.PIPE,
         text=True,
         env=ENV,
     ) as parent:
-        pids = [int(word) for word in (await asyncio.to_thread(parent.stdout.readline)).split() if word.isdigit()]
+        pids = [
+            int(word) for word in (await asyncio.to_thread(parent.stdout.readline)).split() if word.isdigit()
+        ]
         assert len(pids) >= 2 and all(map(alive, pids))
         parent.kill()
         parent.wait(10)

@@ -5,6 +5,9 @@ import socket
 from typing import Any
 from urllib.parse import urlsplit
 
+OPEN: list[socket.socket] = []
+"""Sockets of the running test; a fixture closes what the test left open."""
+
 
 class RawStream:
     """One POST over its own socket. `events` are whole SSE events without their blank line."""
@@ -15,6 +18,7 @@ class RawStream:
         at = urlsplit(url)
         assert at.hostname is not None
         self.sock = socket.create_connection((at.hostname, at.port or 80), timeout=timeout_s)
+        OPEN.append(self.sock)
         self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         data = json.dumps(body).encode()
         extra = "".join(f"{k}: {v}\r\n" for k, v in (headers or {}).items())

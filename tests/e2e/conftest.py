@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.e2e.client import OPEN
 from tests.e2e.harness import Proxy
 
 EXACT = ["-fa", "off", "-ctk", "f32", "-ctv", "f32"]
@@ -15,6 +16,13 @@ EXACT = ["-fa", "off", "-ctk", "f32", "-ctv", "f32"]
 def model(path: Path, *args: str, **more: Any) -> dict[str, Any]:
     """One model entry with the flags all tests share."""
     return {"path": str(path), "args": ["-t", "1", "-np", "4", "-c", "8192", *args], **more}
+
+
+@pytest.fixture(autouse=True)
+def _close_sockets() -> Iterator[None]:
+    yield
+    while OPEN:
+        OPEN.pop().close()
 
 
 @pytest.fixture

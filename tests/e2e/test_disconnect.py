@@ -1,6 +1,7 @@
 """Clients that leave, in every phase, through the real server: nothing stays behind."""
 
 import time
+import urllib.error
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,12 @@ def inflight(proxy: Proxy, state: str = "") -> float:
 
 
 def busy(proxy: Proxy, name: str) -> int:
-    slots: list[dict[str, Any]] = proxy.get(f"/slots?model={name}")
+    """Busy slots of the engine itself; -1 while it does not run."""
+    try:
+        slots: list[dict[str, Any]] = proxy.get(f"/slots?model={name}")
+    except urllib.error.HTTPError as error:
+        assert error.code == 503
+        return -1
     return sum(1 for slot in slots if slot["is_processing"])
 
 

@@ -88,13 +88,13 @@ def test_sigterm_drains_or_cuts_by_its_deadline(
 ) -> None:
     """A short stream ends by itself, a long one is cut with an error event, queued ones get 503; no process is left."""
     proxy = start({
-        "server": {"shutdown_drain_s": 2},
+        "server": {"shutdown_drain_s": 4},
         "engine": {"phase_policy": "mixed"},
         "models": {"m": {"path": str(zoo("llama-mid")), "args": ["-t", "1", "-np", "2", "-c", "16384"]}},
     })  # fmt: skip
     long = RawStream(proxy.url, "/v1/completions", {"model": "m", "prompt": "a", **LONG}, timeout_s=20)
     short = RawStream(
-        proxy.url, "/v1/completions", {"model": "m", "prompt": "b", **LONG, "max_tokens": 60}, timeout_s=20
+        proxy.url, "/v1/completions", {"model": "m", "prompt": "b", **LONG, "max_tokens": 300}, timeout_s=20
     )
     for stream in (long, short):
         assert stream.head() == 200

@@ -180,7 +180,7 @@ def test_keys(start: Callable[..., Proxy], zoo: Callable[[str], Path]) -> None:
 def test_anthropic_messages(shared: Proxy) -> None:
     """Messages, streamed and not, and the error shape of its dialect."""
     client = anthropic.Anthropic(base_url=shared.url, api_key="none", max_retries=0, timeout=60)
-    ask = {"model": "tiny", "max_tokens": 16, "messages": HELLO, "temperature": 0}
+    ask = {"model": "tiny", "max_tokens": 16, "messages": HELLO, "extra_body": {"temperature": 0}}
     whole = client.messages.create(**ask)  # type: ignore[call-overload]
     text = "".join(block.text for block in whole.content if block.type == "text")
     with client.messages.stream(**ask) as stream:  # type: ignore[arg-type]
