@@ -104,7 +104,7 @@ class IdentityCheck:
     async def __call__(self, pid: int, folder: Path) -> str:
         """Return `verified`; `ProxyError` (`identity_mismatch`) naming file and identities otherwise."""
         try:
-            wrong = await asyncio.to_thread(partial(verify_process, pid, folder, hashes=self._hashes))
+            wrong = await asyncio.to_thread(partial(verify_process, pid, folder, cache=self._hashes))
         except EngineToolError as error:
             raise ProxyError(ErrorCode.IDENTITY_MISMATCH, error.message) from None
         if wrong:

@@ -45,9 +45,10 @@ def test_a_killed_engine_ends_streams_with_an_error_event(slow: Proxy) -> None:
     assert slow.metric("llama_proxy_crashes_total", model="m") == 1
 
 
-def test_the_openai_sdk_raises_on_a_killed_engine(slow: Proxy) -> None:
+def test_the_openai_sdk_raises_on_a_killed_engine(slow: Proxy, request: pytest.FixtureRequest) -> None:
     """The in-stream error is an APIError, not a silent end."""
     client = openai.OpenAI(base_url=slow.url + "/v1", api_key="none", max_retries=0, timeout=20)
+    request.addfinalizer(client.close)
     stream = client.chat.completions.create(
         model="m",
         messages=[{"role": "user", "content": "a"}],

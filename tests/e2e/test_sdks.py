@@ -1,8 +1,10 @@
 """The official SDKs, unchanged but for `base_url`, against the proxy with the real engine."""
 
+import contextlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import anthropic
 import openai
@@ -29,8 +31,20 @@ WEATHER = {
 
 
 @pytest.fixture
-def client(shared: Proxy) -> openai.OpenAI:
-    return openai.OpenAI(base_url=shared.url + "/v1", api_key="none", max_retries=0, timeout=60)
+def client(shared: Proxy) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=shared.url + "/v1", api_key="none", max_retries=0, timeout=60) as client:
+        yield client
+
+
+@pytest.fixture
+def sdk() -> Iterator[Callable[..., Any]]:
+    """Make SDK clients that are closed with the test."""
+    with contextlib.ExitStack() as stack:
+
+        def make(kind: type[Any], url: str, key: str = "none") -> Any:
+            return stack.enter_context(kind(base_url=url, api_key=key, max_retries=0, timeout=60))
+
+        yield make
 
 
 def test_models_are_listed(client: openai.OpenAI) -> None:
@@ -65,11 +79,29 @@ def test_completions(client: openai.OpenAI) -> None:
     assert alone.choices[0].text in [c.text for c in done.choices]
 
 
-def test_tool_choice_required_is_schema_valid(client: openai.OpenAI) -> None:
+def test_tool_choice_required_is_schema_valid(start: Callable[..., Proxy], demo_model: Path) -> None:
     """A forced tool call comes back with arguments that fit the schema."""
-    done = client.chat.completions.create(
-        model="tiny", messages=HELLO, tools=[WEATHER], tool_choice="required", max_tokens=128, temperature=0
-    )  # type: ignore[call-overload]
+    template = str(Path(__file__).parent / "data" / "tools.jinja")
+    args = ["-t", "1", "-np", "1", "-c", "4096", "--chat-template-file", template]
+    proxy = start({"models": {"m": {"path": str(demo_model), "args": args}}})
+    # two examples, because so small a model only calls a tool where it has seen it done
+    shown: list[dict[str, object]] = []
+    for city, days in (("Rome", 2), ("Paris", 1), ("Rome", 1)):
+        call = {
+            "id": f"call_{city}_{days}",
+            "type": "function",
+            "function": {"name": "get_weather", "arguments": json.dumps({"city": city, "days": days})},
+        }
+        shown += [
+            {"role": "user", "content": f"Weather in {city}, {days} days?"},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+        ]
+    with openai.OpenAI(base_url=proxy.url + "/v1", api_key="none", max_retries=0, timeout=120) as client:
+        done = client.chat.completions.create(
+            model="m", messages=[*shown, {"role": "user", "content": "Weather in Paris, 2 days?"}],
+            tools=[WEATHER], tool_choice="required", max_tokens=128, temperature=0,
+        )  # type: ignore[call-overload]  # fmt: skip
+    assert done.choices[0].message.tool_calls, done.choices[0].message.content
     call = done.choices[0].message.tool_calls[0]
     arguments = json.loads(call.function.arguments)
     assert call.function.name == "get_weather"
@@ -117,11 +149,13 @@ def test_too_large_is_413(client: openai.OpenAI) -> None:
     assert (error.value.status_code, error.value.code) == (413, "request_too_large")
 
 
-def test_full_queue_is_429(start: Callable[..., Proxy], zoo: Callable[[str], Path]) -> None:
+def test_full_queue_is_429(
+    start: Callable[..., Proxy], zoo: Callable[[str], Path], sdk: Callable[..., Any]
+) -> None:
     """One slot, a queue of one: the third request is told when to come back."""
     proxy = start({"models": {"m": {"path": str(zoo("llama-mid")), "args": ["-t", "1", "-np", "1", "-c", "8192"], "max_queue": 1}},
                    "engine": {"phase_policy": "mixed"}})  # fmt: skip
-    client = openai.OpenAI(base_url=proxy.url + "/v1", api_key="none", max_retries=0, timeout=60)
+    client = sdk(openai.OpenAI, proxy.url + "/v1")
     running = client.completions.create(
         model="m", prompt="a", max_tokens=4000, stream=True, extra_body={"ignore_eos": True}
     )
@@ -158,28 +192,28 @@ def _post_and_leave_open(proxy: Proxy):  # type: ignore[no-untyped-def]
     return sock
 
 
-def test_keys(start: Callable[..., Proxy], zoo: Callable[[str], Path]) -> None:
+def test_keys(start: Callable[..., Proxy], zoo: Callable[[str], Path], sdk: Callable[..., Any]) -> None:
     """A wrong key is an AuthenticationError in both SDKs; a right one works; a key may be limited to models."""
     proxy = start({
         "models": {"tiny": model(zoo("llama")), "other": model(zoo("llama"))},
         "server": {"api_keys": [{"name": "alice", "key": "right", "models": ["tiny"]}], "admin_keys": [{"name": "ops", "key": "adm"}]},
     })  # fmt: skip
-    good = openai.OpenAI(base_url=proxy.url + "/v1", api_key="right", max_retries=0)
+    good = sdk(openai.OpenAI, proxy.url + "/v1", "right")
     assert good.completions.create(model="tiny", prompt="a", max_tokens=2).choices
     with pytest.raises(openai.PermissionDeniedError):
         good.completions.create(model="other", prompt="a", max_tokens=2)
     with pytest.raises(openai.AuthenticationError) as error:
-        openai.OpenAI(base_url=proxy.url + "/v1", api_key="wrong", max_retries=0).models.list()
+        sdk(openai.OpenAI, proxy.url + "/v1", "wrong").models.list()
     assert error.value.code == "invalid_api_key"
     with pytest.raises(anthropic.AuthenticationError):
-        anthropic.Anthropic(base_url=proxy.url, api_key="wrong", max_retries=0).messages.create(
+        sdk(anthropic.Anthropic, proxy.url, "wrong").messages.create(
             model="tiny", max_tokens=4, messages=[{"role": "user", "content": "hi"}]
         )
 
 
-def test_anthropic_messages(shared: Proxy) -> None:
+def test_anthropic_messages(shared: Proxy, sdk: Callable[..., Any]) -> None:
     """Messages, streamed and not, and the error shape of its dialect."""
-    client = anthropic.Anthropic(base_url=shared.url, api_key="none", max_retries=0, timeout=60)
+    client = sdk(anthropic.Anthropic, shared.url)
     ask = {"model": "tiny", "max_tokens": 16, "messages": HELLO, "extra_body": {"temperature": 0}}
     whole = client.messages.create(**ask)  # type: ignore[call-overload]
     text = "".join(block.text for block in whole.content if block.type == "text")
