@@ -110,7 +110,8 @@ class _Builder:
 
     def _definitions(self, tools: BuildTools) -> dict[str, str]:
         compiler, options = self._plan.compiler, self._plan.options
-        defs = options.definitions() | {"CMAKE_C_COMPILER": compiler.cc, "CMAKE_CXX_COMPILER": compiler.cxx}
+        defs = options.definitions() | dict(compiler.definitions)
+        defs |= {"CMAKE_C_COMPILER": compiler.cc, "CMAKE_CXX_COMPILER": compiler.cxx}
         defs["CMAKE_MAKE_PROGRAM"] = tools.ninja
         # Ours below decides about ccache; the tree's own switch would put it in front a second time.
         defs["GGML_CCACHE"] = "OFF"
@@ -155,6 +156,8 @@ class _Builder:
         self, what: str, argv: list[str], deadline_s: float, on_line: Callable[[str], None] | None
     ) -> None:
         env = os.environ | {"NINJA_STATUS": "[%f/%t] "}
+        for name in ("CFLAGS", "CXXFLAGS", "CUDAFLAGS", "LDFLAGS", "CMAKE_GENERATOR", "DESTDIR"):
+            env.pop(name, None)
         # Paths below the work directory enter the compiler cache as relative ones, so that it serves any location.
         # Nothing else of the environment is changed: locale and sloppiness are part of ccache's keys.
         env.setdefault("CCACHE_BASEDIR", str(self._work))

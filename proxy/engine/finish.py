@@ -91,6 +91,7 @@ def refuse_foreign_libraries(folder: Path, work: Path) -> None:
 
 
 def _describe(plan: Plan, staged: Path, version: str) -> Manifest:
+    definitions = plan.options.definitions() | dict(plan.compiler.definitions)
     return Manifest(
         identity=source_identity(plan.pin, plan.series),
         pin=plan.pin,
@@ -100,7 +101,7 @@ def _describe(plan: Plan, staged: Path, version: str) -> Manifest:
         key=plan.key,
         version=version,
         compiler=plan.compiler.version,
-        cmake=tuple(f"{name}={value}" for name, value in sorted(plan.options.definitions().items())),
+        cmake=tuple(f"{name}={value}" for name, value in sorted(definitions.items())),
         cpu_features=plan.compiler.cpu_features,
         built_at=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
         files=describe_files(staged, plan.options.targets, SERVER_BINARY),

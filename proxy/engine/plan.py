@@ -64,6 +64,7 @@ class Plan:
             "flags": self.options.flags,
             "stock": self.options.stock,
             "compiler": self.compiler.version,
+            "compiler_flags": self.compiler.definitions,
             "cpu": self.compiler.cpu_digest,
         }
         digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]

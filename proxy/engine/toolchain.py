@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from proxy.engine.amx import amx_works, uses_amx, without_amx
 from proxy.engine.errors import EngineToolError, ExitCode
 from proxy.engine.process import Work, run
 
@@ -55,13 +56,17 @@ _PACKAGES: dict[str, dict[str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Compiler:
-    """The compilers cmake will be told to use, and what they call themselves."""
+    """The compilers cmake will be told to use, and what they call themselves.
+
+    ``definitions`` are cmake's flag variables, from ``CFLAGS`` and the like and from what this machine cannot do.
+    """
 
     cc: str
     cxx: str
     nvcc: str
     version: str
     cpu_features: tuple[str, ...]
+    definitions: tuple[tuple[str, str], ...] = ()
 
     @property
     def cpu_digest(self) -> str:
@@ -88,7 +93,7 @@ def install_hint(missing: list[str]) -> str:
 
 
 def find_compiler(options: BuildOptions) -> Compiler:
-    """Find git and the compilers. ``CC``, ``CXX`` and ``CUDACXX`` are honoured.
+    """Find git and the compilers. ``CC``, ``CXX``, ``CUDACXX``, ``CFLAGS``, ``CXXFLAGS``, ``CUDAFLAGS`` are honoured.
 
     Raises EngineToolError (MISSING_TOOL) naming everything that is missing at once.
     """
@@ -109,13 +114,27 @@ def find_compiler(options: BuildOptions) -> Compiler:
         )
     versions = [_first_line(cxx)]
     features: tuple[str, ...] = ()
+    switched_off = ""
     if not options.release:
         features = _native_features(cc)
+        if uses_amx(features) and not amx_works(cc):
+            features, switched_off = without_amx(features)
     if nvcc:
         versions.append(_output([nvcc, "--version"]).strip().split("\n")[-1])
         if not options.release and not options.cuda_architectures:
             features += _gpu_features()
-    return Compiler(cc, cxx, nvcc, " + ".join(versions), features)
+    return Compiler(cc, cxx, nvcc, " + ".join(versions), features, _flag_definitions(switched_off, nvcc))
+
+
+def _flag_definitions(switched_off: str, nvcc: str) -> tuple[tuple[str, str], ...]:
+    """Flags as cmake variables: cmake itself reads the environment only once per build folder, and no key would see it."""
+    flags = {
+        "CMAKE_C_FLAGS": f"{os.environ.get('CFLAGS', '')} {switched_off}",
+        "CMAKE_CXX_FLAGS": f"{os.environ.get('CXXFLAGS', '')} {switched_off}",
+    }
+    if nvcc:
+        flags["CMAKE_CUDA_FLAGS"] = os.environ.get("CUDAFLAGS", "")
+    return tuple((name, value.strip()) for name, value in flags.items())
 
 
 def _which(wanted: str | None, *names: str) -> str:
