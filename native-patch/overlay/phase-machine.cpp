@@ -241,14 +241,17 @@ bool machine::yield_due(int64_t now) const {
     return now - std::max(t_oldest, t_engine) >= cfg.yield_us;
 }
 
+bool machine::all_stepped() const {
+    return std::none_of(slots.begin(), slots.end(), [](const slot_state & s) { return s.state == member::generate && !s.has_stepped; });
+}
+
+bool machine::yield_blocked(int64_t now) const {
+    return yield_due(now) && all_stepped() && select(true).empty();
+}
+
 bool machine::try_yield(int64_t now) {
-    if (!yield_due(now)) {
+    if (!yield_due(now) || !all_stepped()) {
         return false;
-    }
-    for (const auto & s : slots) {
-        if (s.state == member::generate && !s.has_stepped) {
-            return false;
-        }
     }
     const auto members = select(true);
     if (members.empty()) {

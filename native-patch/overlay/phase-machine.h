@@ -160,6 +160,9 @@ public:
     // `yield`: the quantum is over; the pause comes as soon as every member made a step.
     bool yield_due(int64_t now) const;
 
+    // `yield`: the pause is due, but the pool has no room for the oldest queued group.
+    bool yield_blocked(int64_t now) const;
+
     bool stepped(int slot) const; // made a step since the opening
 
     engine   state()  const { return eng; }
@@ -207,6 +210,7 @@ private:
     void open(int64_t now);
     void become_idle(int64_t now);
     bool try_yield(int64_t now);
+    bool all_stepped() const;
     void start_cohort(const std::vector<int> & members, int64_t now);
     void join(int slot, int64_t now);
     void queue(int slot, int64_t now);
