@@ -4,6 +4,11 @@
 target_sources(server-context PRIVATE
     ${CMAKE_CURRENT_LIST_DIR}/build-identity.cpp
     ${CMAKE_CURRENT_LIST_DIR}/build-identity.h
+    ${CMAKE_CURRENT_LIST_DIR}/phase-hooks.inc
+    ${CMAKE_CURRENT_LIST_DIR}/phase-machine.cpp
+    ${CMAKE_CURRENT_LIST_DIR}/phase-machine.h
+    ${CMAKE_CURRENT_LIST_DIR}/phase-server.cpp
+    ${CMAKE_CURRENT_LIST_DIR}/phase-server.h
 )
 
 # Given by the build tool; a build without them says "unknown".
