@@ -3,7 +3,8 @@
 One `EngineClient` per backend generation. Bytes pass as they are: nothing is decompressed, redirected,
 re-quoted or cached, no cookie is kept, and there is no timeout but for the TCP connect (budgets are the
 caller's). The client's own credentials stop here; the engine gets the key of its generation. (aiohttp
-itself repeats a GET whose reused connection died before a byte; nothing else is ever sent twice.)
+itself repeats a GET whose reused connection died before a byte; nothing else is ever sent twice. It also leaves
+bytes that are not UTF-8 out of request header values.)
 
 The pool keeps idle connections for less than the 5 s after which llama-server closes them, and has no limit:
 a limit would be a hidden queue.
@@ -132,7 +133,11 @@ class EngineClient:
         )
 
     async def open(self, request: UpstreamRequest) -> Exchange:
-        """Send a request and wait for the head of its response. Raises `UpstreamDied`."""
+        """Send a request and wait for the head of its response.
+
+        Raises `UpstreamDied`, and `ValueError` for a target that is not in origin form (it could name another
+        host) or a header value with a line break.
+        """
         lane = self._occupy()
         try:
             response = await self._request(request, lane)
@@ -179,6 +184,8 @@ class EngineClient:
     async def _request(self, request: UpstreamRequest, lane: _Lane | None) -> aiohttp.ClientResponse:
         if self._closed:
             raise ConnectionAbortedError(self._closed)
+        if not request.target.startswith("/"):
+            raise ValueError(f"the target must be in origin-form, found {request.target[:80]!r}")
         body: Any = request.body or None
         if len(request.body) > _LARGE:
             body = io.BytesIO(request.body)

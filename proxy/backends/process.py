@@ -103,6 +103,8 @@ class EngineProcess:
         self._transport: asyncio.BaseTransport | None = None
         self._file: LogFile | None = None
         self._stopping: asyncio.Task[StopReport] | None = None
+        self._term_until = float("inf")
+        self._hurry = asyncio.Event()
 
     @classmethod
     async def start(
@@ -170,8 +172,16 @@ class EngineProcess:
         most `grace_s` + 1.7 s. Shielded: a cancelled caller does not leave a process behind.
         """
         if self._stopping is None:
+            self._term_until = self._loop.time() + grace_s
             self._stopping = self._loop.create_task(self._stop(grace_s), name=f"stop-process:{self.pid}")
         return await asyncio.shield(self._stopping)
+
+    def hurry(self, grace_s: float) -> None:
+        """Shorten the grace of a stop under way; does nothing when none is, or when less is left."""
+        until = self._loop.time() + grace_s
+        if self._stopping is not None and until < self._term_until:
+            self._term_until = until
+            self._hurry.set()
 
     async def kill(self) -> StopReport:
         """As `stop`, without asking first."""
@@ -182,11 +192,12 @@ class EngineProcess:
         left: tuple[int, ...] = ()
         if not self._exit.done():
             family = {pid: _born(pid) for pid in descendants(self.pid)}
-            for number, wait_s in ((signal.SIGTERM, grace_s), (signal.SIGTERM, SECOND_TERM_S)):
-                if self._exit.done() or grace_s <= 0 or self._hopeless():
-                    break
-                self._signal(number, sent)
-                await self._wait(wait_s)
+            if grace_s > 0 and not self._hopeless():
+                self._signal(signal.SIGTERM, sent)
+                await self._wait_term()
+                if not self._exit.done() and not self._hopeless():
+                    self._signal(signal.SIGTERM, sent)
+                    await self._wait(SECOND_TERM_S)
             family = {pid: _born(pid) for pid in descendants(self.pid)} | family
             deadline = self._loop.time() + KILL_S
             if not self._exit.done():
@@ -212,6 +223,14 @@ class EngineProcess:
             if self._loop.time() >= deadline:
                 return tuple(alive) or (self.pid,)
             await asyncio.sleep(0.01)
+
+    async def _wait_term(self) -> None:
+        """Wait for the exit until the grace is over, which may be brought forward meanwhile."""
+        while not self._exit.done() and (left := self._term_until - self._loop.time()) > 0:
+            self._hurry.clear()
+            hurried = self._loop.create_task(self._hurry.wait(), name=f"hurry:{self.pid}")
+            await asyncio.wait((self._exit, hurried), timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            hurried.cancel()
 
     async def _wait(self, timeout_s: float) -> None:
         await asyncio.wait((self._exit,), timeout=timeout_s)

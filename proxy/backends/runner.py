@@ -7,9 +7,9 @@ watcher of the ready process, one mirror, one stop. All are named and awaited by
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from dataclasses import dataclass
-from typing import Any, Final, ParamSpec, TypeVar, assert_never
+from typing import Any, Final, TypeVar, assert_never
 
 from proxy import logs
 from proxy.backends import probes
@@ -37,6 +37,7 @@ from proxy.backends.lifecycle import (
 from proxy.backends.mirror import Mirror
 from proxy.backends.process import EngineProcess, StopReport, describe_exit
 from proxy.backends.views import FleetObserver, Kind, ModelStatus, UnloadReport
+from proxy.backends.voice import Voice
 from proxy.clock import Clock
 from proxy.errors import ErrorCode, ProxyError
 from proxy.metrics import Metrics
@@ -49,7 +50,6 @@ REMOTE_LOST_POLLS: Final = 3
 
 _log = logs.get("backends")
 _T = TypeVar("_T")
-_P = ParamSpec("_P")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class ModelRunner:
         self._model = recipe.model
         self._metrics = metrics
         self._clock = clock
-        self._observer = observer
+        self._voice = Voice(recipe.name, metrics=metrics, observer=observer)
         self._life = Life()
         self._since = clock()
         self._live: _Live | None = None
@@ -80,13 +80,12 @@ class ModelRunner:
         self._job: asyncio.Future[EngineInfo] | None = None
         self._attempt: asyncio.Task[Running | None] | None = None
         self._stopper: asyncio.Task[StopReport | None] | None = None
-        self._watcher: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._grace_s = recipe.model.stop.grace_s
         self._events: deque[Event] = deque()
         self._stepping = False
         self._loss: ProxyError | None = None
         self._last_error = ""
-        self._tell_state()
 
     # -- asked from outside -----------------------------------------------------------------------------
 
@@ -105,19 +104,21 @@ class ModelRunner:
     async def unload(self, *, deadline_s: float, force: bool, cause: Cause, grace_s: float) -> UnloadReport:
         """Stop the model; see `Fleet.unload`."""
         began, before = self._clock(), self._life.operational
-        admin = self._life.admin
-        if force:
-            cut = self._exchanges
-        else:
-            if admin is AdminState.ENABLED:
-                self.set_admin(AdminState.DRAINING, "unloading")
-            cut = await self._drained(deadline_s)
-        self._grace_s = grace_s
-        self._post(StopAsked(cause))
-        running = self._stopper is not None and not self._stopper.done()
-        report = await asyncio.shield(self._stopper) if self._stopper is not None and running else None
-        if not force and admin is AdminState.ENABLED and self._life.admin is AdminState.DRAINING:
-            self.set_admin(AdminState.ENABLED, "")
+        closes_gate = not force and self._life.admin is AdminState.ENABLED
+        if closes_gate:
+            self.set_admin(AdminState.DRAINING, "unloading")
+        try:
+            cut = self._exchanges if force else await self._drained(deadline_s)
+            self._grace_s = grace_s
+            self._post(StopAsked(cause))
+            if self._live is not None and self._live.running.process is not None:
+                self._live.running.process.hurry(grace_s)
+            stopper = self._stopper
+            running = stopper is not None and not stopper.done()
+            report = await asyncio.shield(stopper) if stopper is not None and running else None
+        finally:
+            if closes_gate and self._life.admin is AdminState.DRAINING:
+                self.set_admin(AdminState.ENABLED, "")
         seconds = self._clock() - began
         self._metrics.unload_seconds.labels(self.name, str(force).lower()).observe(seconds)
         done = report or StopReport(None, ())
@@ -129,9 +130,8 @@ class ModelRunner:
 
     async def close(self) -> None:
         """Await every task this model still owns (after `unload`)."""
-        tasks = [t for t in (self._attempt, self._watcher, self._stopper) if t is not None]
-        if tasks:
-            await asyncio.wait(tasks)
+        while self._tasks:
+            await asyncio.wait(self._tasks)
 
     # -- read side --------------------------------------------------------------------------------------
 
@@ -210,14 +210,15 @@ class ModelRunner:
     def _perform(self, effect: Effect) -> None:
         match effect:
             case Moved():
-                self._tell_move(effect)
+                self._since = self._clock()
+                self._voice.moved(effect, self._life.generation)
             case StartEngine():
                 self._progress = Progress(on_started=lambda: self._post(Started(effect.generation)))
                 self._attempt = self._task(self._load(effect.generation, self._progress), "load")
             case StopEngine():
                 error = self._gone(effect.cause)
                 if self._live is not None and effect.was_ready:
-                    self._tell(self._observer.on_down, self._live.key, error)
+                    self._voice.down(self._live.key, error)
                 self._fail_job(error)
                 self._stopper = self._task(self._stop(effect, error), "stop")
             case EngineLost():
@@ -280,17 +281,17 @@ class ModelRunner:
             lambda since: probes.slots(client, since),
             clock=self._clock,
             metrics=self._metrics,
-            on_snapshot=lambda snapshot: self._tell(self._observer.on_snapshot, snapshot),
+            on_snapshot=self._voice.snapshot,
             on_failed_polls=self._remote_trouble if remote else None,
             engine_is_ours=not remote,
         )
         self._live = _Live(key, running, mirror)
         self._last_error = ""
         self._post(BecameReady(generation))
-        self._tell(self._observer.on_ready, key, running.info)
+        self._voice.ready(key, running.info)
         mirror.start()
         if running.process is not None:
-            self._watcher = self._task(self._watch(key, running.process), "watch")
+            self._task(self._watch(key, running.process), "watch")
         if self._job is not None and not self._job.done():
             self._job.set_result(running.info)
 
@@ -324,7 +325,7 @@ class ModelRunner:
         error, self._loss = self._loss or ProxyError(ErrorCode.UPSTREAM_ERROR, "the engine ended"), None
         self._last_error = error.message
         _log.error("engine lost", model=self.name, generation=live.key.generation, error=error.message)
-        self._tell(self._observer.on_down, live.key, error)
+        self._voice.down(live.key, error)
         self._stopper = self._task(self._clear(live, error), "clear")
 
     async def _clear(self, live: _Live, error: ProxyError) -> StopReport | None:
@@ -384,40 +385,15 @@ class ModelRunner:
         if job is None or job.done():
             return
         job.set_exception(error)
-        _log.warning("load failed", model=self.name, code=error.code.value, error=error.message)
-        self._tell(self._observer.on_load_failed, self.name, error)
-
-    def _tell_move(self, moved: Moved) -> None:
-        self._since = self._clock()
-        before, after, cause = moved.before.value, moved.after.value, moved.cause.value
-        self._metrics.model_transitions.labels(self.name, before, after, cause).inc()
-        self._tell_state()
-        _log.info(
-            "model state",
-            model=self.name,
-            before=before,
-            after=after,
-            cause=cause,
-            generation=self._life.generation,
-        )
-        self._tell(self._observer.on_state, self.name, moved.before, moved.after, moved.cause)
-
-    def _tell_state(self) -> None:
-        for state in ModelState:
-            self._metrics.model_state.labels(self.name, state.value).set(state is self._life.operational)
-
-    def _tell(self, hear: Callable[_P, None], *args: _P.args, **kwargs: _P.kwargs) -> None:
-        """Call the observer; its failure must not stop the machine half way."""
-        try:
-            hear(*args, **kwargs)
-        except Exception:
-            _log.exception("an observer failed", model=self.name, call=getattr(hear, "__name__", "?"))
+        self._voice.load_failed(error)
 
     def _task(self, work: Coroutine[Any, Any, _T], what: str) -> asyncio.Task[_T]:
         task = asyncio.create_task(work, name=f"{what}:{self.name}:{self._life.generation}")
+        self._tasks.add(task)
         task.add_done_callback(self._ended)
         return task
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             _log.error("a task failed", task=task.get_name(), exc_info=error)

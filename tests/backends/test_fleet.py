@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -256,6 +257,67 @@ async def test_fleet_stop_refuses_and_leaves_nothing(fleets, engine_binary, mid_
     assert refused.value.code is ErrorCode.SHUTTING_DOWN
     fleet.request_load("a")
     assert seen.of("load_failed")[-1][1].code is ErrorCode.SHUTTING_DOWN
+
+
+STUBBORN = (
+    "import http.server, signal, sys\n"
+    "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+    "class H(http.server.BaseHTTPRequestHandler):\n"
+    "    def do_GET(self):\n"
+    "        body = b'[]' if self.path.startswith('/slots') else "
+    'b\'{"total_slots": 1, "default_generation_settings": {"n_ctx": 8}}\'\n'
+    "        self.send_response(200); self.send_header('Content-Length', str(len(body))); self.end_headers()\n"
+    "        self.wfile.write(body)\n"
+    "    def log_message(self, *args): pass\n"
+    "http.server.ThreadingHTTPServer(('127.0.0.1', int(sys.argv[1])), H).serve_forever()\n"
+)
+
+
+async def test_shutdown_hurries_an_unload_that_waits(fleets, tmp_path):
+    """A process that ignores TERM, an unload with a long grace under way: the proxy's own deadline wins."""
+    script = tmp_path / "stubborn.py"
+    script.write_text(STUBBORN)
+    model = {"cmd": f"{sys.executable} {script} ${{PORT}}", "stop": {"grace_s": 600}}
+    fleet, _ = fleets({"s": model})
+    await fleet.load("s")
+    pid = fleet.status("s").pid
+    unload = asyncio.create_task(fleet.unload("s", force=True))
+    await eventually(lambda: fleet.status("s").state == "stopping")
+    began = time.monotonic()
+    await fleet.stop(2.5)
+    assert time.monotonic() - began < 3.5 and not alive(pid)
+    assert (await unload).signals == ("SIGTERM", "SIGTERM", "SIGKILL")
+
+
+async def test_a_cancelled_drain_opens_the_gate_again(fleets, engine_binary, mid_model):
+    fleet, _ = fleets({"mid": {"path": mid_model}}, engine_binary)
+    await fleet.load("mid")
+    exchange = await fleet.upstream(fleet.key("mid")).open(completion(4000))
+    unload = asyncio.create_task(fleet.unload("mid", deadline_s=600))
+    await eventually(lambda: fleet.status("mid").admin is AdminState.DRAINING)
+    unload.cancel()
+    await asyncio.wait((unload,))
+    assert fleet.status("mid").admin is AdminState.ENABLED and fleet.status("mid").state == "ready"
+    exchange.close()
+
+
+async def test_an_observer_that_fails_or_calls_back_does_no_harm(fleets, engine_binary, mid_model):
+    """Raising from every call, and asking for a load from within one: the life goes on in order."""
+    fleet, seen = fleets({"mid": {"path": mid_model}}, engine_binary)
+    states = []
+
+    def on_state(model, before, after, cause):
+        states.append(after.value)
+        if after.value == "stopping":
+            fleet.request_load("mid")
+        raise RuntimeError("observer")
+
+    seen.on_state = on_state
+    seen.on_ready = lambda key, info: 1 / 0
+    await fleet.load("mid")
+    await fleet.unload("mid", force=True)
+    await eventually(lambda: fleet.status("mid").state == "ready")
+    assert states == ["starting", "loading", "ready", "stopping", "unloaded", "starting", "loading", "ready"]
 
 
 async def test_an_identity_check_can_refuse(fleets, engine_binary, mid_model):

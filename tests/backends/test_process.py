@@ -93,8 +93,8 @@ async def test_a_flood_of_output_is_drained_and_bounded(watch, tmp_path):
 async def test_term_then_term_then_kill():
     """A process that ignores TERM gets a second one after its grace, then KILL; bounded by grace + 2 s."""
     code = """
-        import signal, time
-        signal.signal(signal.SIGTERM, lambda *_: print("no", flush=True))
+        import os, signal, time
+        signal.signal(signal.SIGTERM, lambda *_: os.write(1, b"no\\n"))
         print("ready", flush=True)
         while True: time.sleep(1)
     """

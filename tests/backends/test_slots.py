@@ -104,6 +104,23 @@ def test_native_light_view():
     assert report.slots[0].held_tokens is None
 
 
+@pytest.mark.parametrize("name", ["slots-native-busy.json", "slots-native-light.json"])
+def test_native_recorded(name):
+    """As a phase-aware engine under `drain` wrote it: one generates, a latecomer waits on its slot."""
+    report = parse(recorded(name))
+    assert report.native and report.phase is EnginePhase.GENERATE and report.cohort == 1
+    late, first = report.slots[2], report.slots[3]
+    assert (first.tag, first.member, first.cohort) == ("aa.1", MemberState.GENERATE, 1)
+    assert first.decoded_tokens and first.held_tokens == first.prompt_tokens + first.decoded_tokens
+    assert (late.tag, late.member, late.cohort) == ("bb.1", MemberState.QUEUED, None)
+    assert late.prompt_tokens == 1802 and late.queue_ms > 0 and late.decoded_tokens == 0
+    assert not report.slots[0].busy
+    if "light" in name:
+        assert report.seq == report.events[-1].seq and report.engine_us > report.events[-1].t_us
+        assert [e.event for e in report.events] == ["admit", "admit", "ready", "seal", "open", "admit"]
+        assert report.events[4].slot is None
+
+
 @pytest.mark.parametrize(
     ("engine", "sealed", "members", "wanted"),
     [
@@ -166,6 +183,8 @@ _BASES = [
     orjson.loads(recorded("slots-stock-fresh.json")),
     native(phase(), phase(member="paused"), phase(member="none")),
     light(phase(), phase("prefill", "prefill")),
+    orjson.loads(recorded("slots-native-busy.json")),
+    orjson.loads(recorded("slots-native-light.json")),
 ]
 
 
