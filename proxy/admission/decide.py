@@ -74,7 +74,7 @@ def _offer(state: State, room: Room, now: float, queue: Sequence[Entry]) -> list
     """Walk the queue in order until somebody must wait; after that only tickets that take no slot pass.
 
     A wide ticket that reaches the head lets narrower ones by until its patience is over; then every
-    slot that becomes free is kept for it.
+    slot that becomes free is kept for it, also when a wide ticket of a higher class came before it.
     """
     effects: list[Effect] = []
     granted: list[_Placed] = []
@@ -92,10 +92,10 @@ def _offer(state: State, room: Room, now: float, queue: Sequence[Entry]) -> list
         reason = blocked
         if reason is None and _wide_everywhere(room, entry.spec):
             reason = Reason.WIDE_REQUEST
-            if head:
-                entry.wide_since = now if entry.wide_since is None else entry.wide_since
-                if now >= entry.wide_since + state.limits.wide_patience_s:
-                    blocked = reason
+            if head and entry.wide_since is None:
+                entry.wide_since = now
+            if entry.wide_since is not None and now >= entry.wide_since + state.limits.wide_patience_s:
+                blocked = reason
         elif reason is None:
             reason = blocked = Reason.NO_FREE_SLOT
         head = False

@@ -124,6 +124,17 @@ def test_wide_request_runs_alone_and_reserves_after_its_patience():
     assert s.granted[-2:] == ["e", "f"]
 
 
+def test_a_wide_newcomer_of_higher_class_does_not_restart_the_patience_of_another():
+    s = Scene(wide_patience_s=5.0).ready(slots=2).arrive("a").arrive("wide", tasks=9).wait(6).arrive("b")
+    assert s.granted == ["a"]
+    s.arrive("wider", tasks=9, priority=10)
+    assert s.granted == ["a"]
+    s.release("a")
+    assert s.granted == ["a", "wider"]
+    s.release("wider")
+    assert s.granted == ["a", "wider", "wide"]
+
+
 def test_patience_ends_without_any_event_but_the_timer():
     s = Scene(wide_patience_s=5.0).ready(slots=2).arrive("a").arrive("wide", tasks=9)
     s.wait(6)
