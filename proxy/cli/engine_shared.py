@@ -7,6 +7,7 @@ import functools
 import json
 import signal
 import sys
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, ParamSpec
 
@@ -17,7 +18,7 @@ from rich.table import Table
 from proxy.engine import EngineToolError, ExitCode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from types import FrameType
 
 P = ParamSpec("P")
@@ -39,10 +40,9 @@ def plain_errors(function: Callable[P, None]) -> Callable[P, None]:
 
     @functools.wraps(function)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> None:
-        with contextlib.suppress(ValueError):  # not in the main thread: the caller's signals are not ours
-            signal.signal(signal.SIGTERM, _interrupt)
         try:
-            function(*args, **kwargs)
+            with _sigterm_like_ctrl_c():
+                function(*args, **kwargs)
         except EngineToolError as error:
             _fail(error, as_json=bool(kwargs.get("as_json", False)))
         except KeyboardInterrupt:
@@ -50,6 +50,18 @@ def plain_errors(function: Callable[P, None]) -> Callable[P, None]:
             sys.exit(ExitCode.INTERRUPTED)
 
     return wrapper
+
+
+@contextlib.contextmanager
+def _sigterm_like_ctrl_c() -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _interrupt(_signum: int, _frame: FrameType | None) -> None:

@@ -27,7 +27,10 @@ with file_lock(Path(sys.argv[1]), "holding on"):
 def holder(tmp_path: Path):  # type: ignore[no-untyped-def]
     """Another process that holds `tmp_path/lock` until its input ends."""
     process = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(tmp_path / "lock")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", HOLDER, str(tmp_path / "lock")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "held\n"

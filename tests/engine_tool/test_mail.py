@@ -62,7 +62,10 @@ def test_prose_with_a_colon_is_no_trailer_block() -> None:
         ("hello", "format-patch"),
         (HEAD + "\nno diff at all\n", "no diff"),
         (mail_text("m", DIFF.replace("b/a.c\nindex", "b/b.c\nindex")), "renames"),
-        (mail_text("m", DIFF.replace("@@ -9 +9,2 @@", "@@ -9,8 +9,9 @@").split("diff --git a/new")[0]), "cut short"),
+        (
+            mail_text("m", DIFF.replace("@@ -9 +9,2 @@", "@@ -9,8 +9,9 @@").split("diff --git a/new")[0]),
+            "cut short",
+        ),
         (mail_text("m", "diff --git a/x b/x\nGIT binary patch\nliteral 1\n"), "binary"),
     ],
 )
@@ -78,7 +81,9 @@ def test_a_wrong_core_touch_line_is_named() -> None:
 
 
 def test_normalise_writes_true_trailers_and_the_fixed_author() -> None:
-    text = mail_text("Why.\n\nForwarded: no\nCore-Touch: a.c +99/-99").replace(AUTHOR, "Dev <dev@example.org>")
+    text = mail_text("Why.\n\nForwarded: no\nCore-Touch: a.c +99/-99").replace(
+        AUTHOR, "Dev <dev@example.org>"
+    )
     name, out = normalise(text)
     mail = parse_mail("out", out)
     assert name == slug("Hold a subject that is so long that git folds it")
@@ -89,7 +94,9 @@ def test_normalise_writes_true_trailers_and_the_fixed_author() -> None:
     assert mail.diff == DIFF
 
 
-@pytest.mark.parametrize("message", ["", "Prose only.", "Patch-Name: given", "A.\n\nB.\n\nPatch-Name: given\nX-Y: z"])
+@pytest.mark.parametrize(
+    "message", ["", "Prose only.", "Patch-Name: given", "A.\n\nB.\n\nPatch-Name: given\nX-Y: z"]
+)
 def test_normalise_is_idempotent(message: str) -> None:
     name, once = normalise(mail_text(message))
     assert normalise(once) == (name, once)
@@ -104,7 +111,9 @@ def test_counts_any_hunk_body(body: list[tuple[str, str]]) -> None:
     added = sum(sign == "+" for sign, _ in body)
     removed = sum(sign == "-" for sign, _ in body)
     same = len(body) - added - removed
-    hunk = f"@@ -1,{same + removed} +1,{same + added} @@\n" + "".join(f"{sign}{text}\n" for sign, text in body)
+    hunk = f"@@ -1,{same + removed} +1,{same + added} @@\n" + "".join(
+        f"{sign}{text}\n" for sign, text in body
+    )
     diff = f"diff --git a/f b/f\n--- a/f\n+++ b/f\n{hunk}"
     assert diff_touches("x", diff) == (Touch("f", added, removed),)
 

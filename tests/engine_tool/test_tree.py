@@ -50,13 +50,18 @@ def test_a_source_with_files_in_the_overlays_place_is_refused(tiny_engine: tiny.
         list(compose(ArchiveSource(path), PatchSet((), ())))
 
 
-def test_apply_works_inside_another_repository(tiny_engine: tiny.Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_apply_works_inside_another_repository(
+    tiny_engine: tiny.Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """git apply silently skips files outside its repository; the scratch folder must not count as part of one."""
     tiny.git(tmp_path, "init", "-q")
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(scratch))
-    found = {item.path: item.data for item in compose(ArchiveSource(tiny_engine.archive), read_patch_set(tiny_engine.native_patch))}
+    found = {
+        item.path: item.data
+        for item in compose(ArchiveSource(tiny_engine.archive), read_patch_set(tiny_engine.native_patch))
+    }
     assert b"phase.cmake" in found["tools/server/CMakeLists.txt"]
 
 

@@ -40,7 +40,9 @@ def test_elf_reader_knows_names(compiled: Path) -> None:
 @pytest.mark.skipif(shutil.which("readelf") is None, reason="needs binutils' readelf")
 def test_elf_reader_agrees_with_readelf(compiled: Path) -> None:
     for path in (compiled / LIBRARY, compiled / "llama-server", Path(shutil.which("git") or "/bin/ls")):
-        text = subprocess.run(["readelf", "-d", str(path)], capture_output=True, text=True, check=True, timeout=60).stdout
+        text = subprocess.run(
+            ["readelf", "-d", str(path)], capture_output=True, text=True, check=True, timeout=60
+        ).stdout
         needed = tuple(line.split("[")[1].split("]")[0] for line in text.splitlines() if "(NEEDED)" in line)
         assert read_elf(path).needed == needed
 
@@ -82,7 +84,12 @@ def test_a_run_path_into_the_build_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "m.c").write_text("int main(void) { return 0; }\n")
     out = tmp_path / "out"
     out.mkdir()
-    subprocess.run(["cc", "-o", str(out / "llama-server"), "m.c", f"-Wl,-rpath,{tmp_path}"], cwd=tmp_path, check=True, timeout=60)
+    subprocess.run(
+        ["cc", "-o", str(out / "llama-server"), "m.c", f"-Wl,-rpath,{tmp_path}"],
+        cwd=tmp_path,
+        check=True,
+        timeout=60,
+    )
     with pytest.raises(EngineToolError, match="looks for libraries"):
         refuse_foreign_libraries(out, tmp_path)
 
@@ -119,7 +126,9 @@ def test_manifest_survives_the_round_trip(compiled: Path) -> None:
         (lambda raw: raw["files"][0].update(required="yes"), "required"),
     ],
 )
-def test_a_wrong_manifest_names_the_field(compiled: Path, change: Callable[[dict], object], named: str) -> None:
+def test_a_wrong_manifest_names_the_field(
+    compiled: Path, change: Callable[[dict], object], named: str
+) -> None:
     raw = json.loads((compiled / "manifest.json").read_text())
     change(raw)
     with pytest.raises(EngineToolError, match=named):

@@ -26,13 +26,20 @@ ROOT = Path(__file__).resolve().parents[2]
 def tree(tiny_engine: tiny.Tiny, tmp_path: Path) -> Path:
     """A development tree of the small engine."""
     directory = tmp_path / "dev"
-    apply_series(ArchiveSource(tiny_engine.archive).files(), read_patch_set(tiny_engine.native_patch), directory, "tiny")
+    apply_series(
+        ArchiveSource(tiny_engine.archive).files(),
+        read_patch_set(tiny_engine.native_patch),
+        directory,
+        "tiny",
+    )
     return directory
 
 
 def problems(engine: tiny.Tiny) -> list[str]:
     found = check_files(engine.native_patch)
-    return [str(p) for p in found or check_round_trip(engine.native_patch, ArchiveSource(engine.archive), "tiny")]
+    return [
+        str(p) for p in found or check_round_trip(engine.native_patch, ArchiveSource(engine.archive), "tiny")
+    ]
 
 
 def replace_in(path: Path, old: str, new: str) -> None:
@@ -55,11 +62,18 @@ def test_the_tree_is_pristine_plus_one_commit_per_patch(tree: Path) -> None:
 def test_a_new_commit_becomes_a_patch_and_the_overlay_comes_back(tiny_engine: tiny.Tiny, tree: Path) -> None:
     replace_in(tree / "common/sampling.cpp", "7", "8")
     (tree / "common/extra.h").write_text("#pragma once\n")
-    tiny.commit(tree, "Sample: take eight\n\nBecause — well — of é.\n\nForwarded: no\nCore-Touch: nonsense +1/-0")
+    tiny.commit(
+        tree, "Sample: take eight\n\nBecause — well — of é.\n\nForwarded: no\nCore-Touch: nonsense +1/-0"
+    )
     (tree / "tools/server/phase/new.h").write_text("#pragma once\n")
     (tree / "tools/server/phase/machine.cpp").write_text("int machine() { return 2; }\n")
     changed = write_patch_set(tiny_engine.native_patch, export_series(tree))
-    assert sorted(changed) == ["overlay/machine.cpp", "overlay/new.h", "patches/sample-take-eight.patch", "series"]
+    assert sorted(changed) == [
+        "overlay/machine.cpp",
+        "overlay/new.h",
+        "patches/sample-take-eight.patch",
+        "series",
+    ]
     text = (tiny_engine.native_patch / "patches/sample-take-eight.patch").read_text()
     assert "dev@example.org" not in text
     assert f"From: {AUTHOR}" in text
@@ -78,7 +92,12 @@ def test_a_removed_commit_and_overlay_file_disappear(tiny_engine: tiny.Tiny, tre
 
 def test_export_ignores_the_trees_own_git_settings(tiny_engine: tiny.Tiny, tree: Path) -> None:
     """A developer's diff settings must not leak into the mails."""
-    for key, value in (("diff.noprefix", "true"), ("diff.context", "9"), ("format.signature", "me"), ("diff.renames", "copies")):
+    for key, value in (
+        ("diff.noprefix", "true"),
+        ("diff.context", "9"),
+        ("format.signature", "me"),
+        ("diff.renames", "copies"),
+    ):
         tiny.git(tree, "config", key, value)
     assert write_patch_set(tiny_engine.native_patch, export_series(tree)) == []
 
@@ -151,7 +170,11 @@ def damage_series(native_patch: Path) -> None:
 
 
 def damage_context(native_patch: Path) -> None:
-    replace_in(native_patch / "patches/hook.patch", " target_link_libraries(server-context", " target_link_library(server-context")
+    replace_in(
+        native_patch / "patches/hook.patch",
+        " target_link_libraries(server-context",
+        " target_link_library(server-context",
+    )
 
 
 def damage_overlay_list(native_patch: Path) -> None:
@@ -195,7 +218,12 @@ def test_export_writes_the_table_that_check_wants(tiny_engine: tiny.Tiny, tree: 
 
 @pytest.mark.parametrize(
     ("text", "named"),
-    [("../x.patch\n", "not the name"), ("hook\n", "not the name"), ("hook.patch\nhook.patch\n", "twice"), ("gone.patch\n", r"gone\.patch")],
+    [
+        ("../x.patch\n", "not the name"),
+        ("hook\n", "not the name"),
+        ("hook.patch\nhook.patch\n", "twice"),
+        ("gone.patch\n", r"gone\.patch"),
+    ],
 )
 def test_a_wrong_series_is_an_error(tiny_engine: tiny.Tiny, text: str, named: str) -> None:
     (tiny_engine.native_patch / "series").write_text(text)
@@ -223,7 +251,8 @@ def test_series_hash_follows_content_order_and_names(tiny_engine: tiny.Tiny) -> 
 
 def rows_on(engine: tiny.Tiny, changes: dict[str, str]) -> tuple[list[Outcome], tuple[str, ...], str]:
     path = tiny.write_archive(
-        engine.archive.with_name("next.tar.gz"), {f"llama.cpp/{k}": v for k, v in (tiny.TREE | changes).items()}
+        engine.archive.with_name("next.tar.gz"),
+        {f"llama.cpp/{k}": v for k, v in (tiny.TREE | changes).items()},
     )
     rows, clash = try_series(ArchiveSource(path), read_patch_set(engine.native_patch))
     return [row.outcome for row in rows], clash, " ".join(detail for row in rows for detail in row.details)

@@ -37,7 +37,7 @@ add_executable(llama-server main.cpp)
 target_include_directories(llama-server PRIVATE ${CMAKE_CURRENT_BINARY_DIR})
 target_link_libraries(llama-server PRIVATE server-context)
 """,
-    "tools/server/version.h.in": "#define TINY_VERSION \"build @LLAMA_BUILD_NUMBER@, commit @LLAMA_BUILD_COMMIT@\"\n",
+    "tools/server/version.h.in": '#define TINY_VERSION "build @LLAMA_BUILD_NUMBER@, commit @LLAMA_BUILD_COMMIT@"\n',
     "tools/server/server-context.cpp": """\
 int sample();
 
@@ -133,7 +133,13 @@ def git(tree: Path, *arguments: str) -> str:
     env |= {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}
     identity = ("-c", "user.name=Dev Eloper", "-c", "user.email=dev@example.org")
     done = subprocess.run(
-        ["git", *identity, *arguments], cwd=tree, env=env, capture_output=True, text=True, timeout=60, check=False
+        ["git", *identity, *arguments],
+        cwd=tree,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
