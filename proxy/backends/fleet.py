@@ -17,7 +17,7 @@ from proxy.types import AdminState, BackendKey, Cause, EngineInfo, Snapshot
 from proxy.upstream import Upstream
 
 STOP_MARGIN_S: Final = 2.0
-"""What a stop may take beyond its grace: letting go of requests, the second TERM, the KILL."""
+"""What a stop may take beyond its grace: letting go of requests, the KILL, the last words."""
 
 
 def check_models(models: Mapping[str, Model], defaults: Engine) -> None:

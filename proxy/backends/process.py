@@ -23,8 +23,8 @@ from proxy.backends.logtail import LogTail
 
 LAUNCHER: Final = Path(__file__).with_name("launcher.py")
 SECOND_TERM_S: Final = 0.5
-"""After the second TERM: llama-server exits at once on it, whatever it is doing."""
-KILL_S: Final = 1.0
+"""The last part of a grace, after the second TERM: llama-server exits at once on it, whatever it is doing."""
+KILL_S: Final = 1.5
 """For a killed group to be gone and reaped. One in an uninterruptible wait is reported as left over."""
 LAST_WORDS_S: Final = 0.2
 """How long to wait for output still in the pipe of a process that has ended."""
@@ -166,7 +166,7 @@ class EngineProcess:
         return code
 
     async def stop(self, grace_s: float) -> StopReport:
-        """TERM, TERM after `grace_s`, KILL soon after, to the group; reap; verify that all are gone.
+        """TERM, TERM near the end of `grace_s`, KILL at its end, to the group; reap; verify that all are gone.
 
         A stopped, traced or uninterruptible process is killed at once. Twice at once is one. Takes at
         most `grace_s` + 1.7 s. Shielded: a cancelled caller does not leave a process behind.
@@ -193,11 +193,12 @@ class EngineProcess:
         if not self._exit.done():
             family = {pid: _born(pid) for pid in descendants(self.pid)}
             if grace_s > 0 and not self._hopeless():
+                last = min(SECOND_TERM_S, grace_s / 2)
                 self._signal(signal.SIGTERM, sent)
-                await self._wait_term()
+                await self._wait_term(last)
                 if not self._exit.done() and not self._hopeless():
                     self._signal(signal.SIGTERM, sent)
-                    await self._wait(SECOND_TERM_S)
+                    await self._wait_term(0)
             family = {pid: _born(pid) for pid in descendants(self.pid)} | family
             deadline = self._loop.time() + KILL_S
             if not self._exit.done():
@@ -214,19 +215,20 @@ class EngineProcess:
     async def _sweep(self, family: dict[int, float | None], deadline: float) -> tuple[int, ...]:
         """Kill descendants that left the group, and wait until the group and they are gone."""
         while True:
-            alive = [pid for pid, born in family.items() if born is not None and _born(pid) == born]
+            alive = {pid for pid, born in family.items() if born is not None and _born(pid) == born}
             for pid in alive:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
-            if self._exit.done() and not alive and not self._group_alive():
-                return ()
-            if self._loop.time() >= deadline:
-                return tuple(alive) or (self.pid,)
+            alive |= self._group()
+            if not self._exit.done():
+                alive.add(self.pid)
+            if not alive or self._loop.time() >= deadline:
+                return tuple(sorted(alive))
             await asyncio.sleep(0.01)
 
-    async def _wait_term(self) -> None:
-        """Wait for the exit until the grace is over, which may be brought forward meanwhile."""
-        while not self._exit.done() and (left := self._term_until - self._loop.time()) > 0:
+    async def _wait_term(self, less_s: float) -> None:
+        """Wait for the exit until `less_s` before the grace is over, which may be brought forward meanwhile."""
+        while not self._exit.done() and (left := self._term_until - less_s - self._loop.time()) > 0:
             self._hurry.clear()
             hurried = self._loop.create_task(self._hurry.wait(), name=f"hurry:{self.pid}")
             await asyncio.wait((self._exit, hurried), timeout=left, return_when=asyncio.FIRST_COMPLETED)
@@ -246,18 +248,18 @@ class EngineProcess:
             os.killpg(self.pid, number)
             sent.append(number.name)
 
-    def _group_alive(self) -> bool:
-        """Whether anyone of the group still runs; zombies wait for whoever adopted them, not for us."""
+    def _group(self) -> set[int]:
+        """Who of the group still runs; zombies wait for whoever adopted them, not for us."""
         try:
             os.killpg(self.pid, 0)
         except ProcessLookupError:
-            return False
+            return set()
         except PermissionError:
-            return True
-        return any(_group(pid) == self.pid and _born(pid) is not None for pid in psutil.pids())
+            pass
+        return {pid for pid in psutil.pids() if _group(pid) == self.pid and _born(pid) is not None}
 
     def _hopeless(self) -> bool:
-        return any(_status(pid) in _HOPELESS for pid in (self.pid, *descendants(self.pid)))
+        return any(process_status(pid) in _HOPELESS for pid in (self.pid, *descendants(self.pid)))
 
     def _on_exit(self) -> None:
         self._loop.remove_reader(self._pidfd)
@@ -279,7 +281,8 @@ def describe_exit(code: int) -> str:
     return f"was killed by signal {-code}"
 
 
-def _status(pid: int) -> str:
+def process_status(pid: int) -> str:
+    """Return what the kernel says of a process, `dead` when there is none."""
     try:
         return psutil.Process(pid).status()
     except psutil.NoSuchProcess:

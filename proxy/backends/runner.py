@@ -35,7 +35,7 @@ from proxy.backends.lifecycle import (
     step,
 )
 from proxy.backends.mirror import Mirror
-from proxy.backends.process import EngineProcess, StopReport, describe_exit
+from proxy.backends.process import EngineProcess, StopReport, describe_exit, process_status
 from proxy.backends.views import FleetObserver, Kind, ModelStatus, UnloadReport
 from proxy.backends.voice import Voice
 from proxy.clock import Clock
@@ -355,7 +355,8 @@ class ModelRunner:
                 report = await progress.process.kill()
         self._live = None
         if report is not None and report.left:
-            _log.error("processes survived a kill", model=self.name, pids=list(report.left))
+            left = {pid: process_status(pid) for pid in report.left}
+            _log.error("processes survived a kill", model=self.name, left=left)
         self._post(Stopped(effect.generation))
         if self._life.operational is ModelState.UNLOADED and self._job is not None and not self._job.done():
             self._fail_job(error)
