@@ -340,7 +340,8 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         return {}
     if not isinstance(raw, dict):
         raise ConfigError(f"{path}: the top level must be a mapping, not {type(raw).__name__}")
-    return {str(key): value for key, value in raw.items()}
+    # a section of which only comments are left is an empty section
+    return {str(key): value for key, value in raw.items() if value is not None}
 
 
 class _UniqueKeys(yaml.SafeLoader):
