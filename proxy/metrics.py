@@ -4,7 +4,7 @@ Labels are closed vocabularies only (models, states, codes): never a request id,
 an error text. Series of a removed model are dropped by `forget_model`.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Final, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -32,6 +32,7 @@ class Metrics:
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         self.registry = registry or CollectorRegistry(auto_describe=True)
         self._all: list[MetricWrapperBase] = []
+        self._refreshers: list[Callable[[], None]] = []
         c, g, h = self._counter, self._gauge, self._histogram
 
         self.requests = c("requests", "Finished client requests", "endpoint model priority code outcome")
@@ -99,8 +100,22 @@ class Metrics:
         self.client_disconnects = c("client_disconnects", "Clients that left early, by state", "model state")
         self.build_info = g("build_info", "Always 1", "version engine_build patch_series")
 
+    def on_render(self, refresh: Callable[[], None]) -> None:
+        """Call `refresh` before every rendering: for gauges that are read off a state, such as ages."""
+        self._refreshers.append(refresh)
+
     def render(self) -> bytes:
         """Return the registry in the text exposition format."""
+        self.refresh()
+        return self.text()
+
+    def refresh(self) -> None:
+        """Bring the gauges up to date; on the event loop's thread, for they are read off live state."""
+        for refresh in self._refreshers:
+            refresh()
+
+    def text(self) -> bytes:
+        """Return the registry as it is, without refreshing: fit for another thread."""
         return generate_latest(self.registry)
 
     def forget_model(self, model: str) -> None:

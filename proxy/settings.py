@@ -120,12 +120,20 @@ class Server(Frozen):
             names = [key.name for key in getattr(self, field)]
             if len(set(names)) != len(names):
                 raise ValueError(f"{field}: two keys have the same name")
-        if not self.loopback and not self.insecure_no_keys and not (self.api_keys and self.admin_keys):
-            raise ValueError(
-                f"host {self.host!r} can be reached from other machines: set api_keys and admin_keys, "
-                "or say insecure_no_keys: true if something in front of the proxy checks callers"
-            )
+        problem = _open_bind(self)
+        if problem:
+            raise ValueError(problem)
         return self
+
+
+def _open_bind(server: Server) -> str:
+    """Return why this server may not listen where it wants to, or an empty text."""
+    if server.loopback or server.insecure_no_keys or (server.api_keys and server.admin_keys):
+        return ""
+    return (
+        f"host {server.host!r} can be reached from other machines: set api_keys and admin_keys, "
+        "or say insecure_no_keys: true if something in front of the proxy checks callers"
+    )
 
 
 class Engine(Frozen):
@@ -274,6 +282,17 @@ def load(path: Path | None, environ: Mapping[str, str] | None = None) -> Setting
     except SettingsError as error:
         raise ConfigError(f"environment: {error} (expected JSON for a whole section)") from None
     return _with_base(_with_models_dir(settings, base, path), base)
+
+
+def check_bind(settings: Settings) -> Settings:
+    """Return the settings unless they would listen without keys where others can reach it (`ConfigError`).
+
+    Needed after a command-line flag replaced the host: validation saw only the file's.
+    """
+    problem = _open_bind(settings.server)
+    if problem:
+        raise ConfigError(f"server: {problem}")
+    return settings
 
 
 def json_schema() -> dict[str, Any]:

@@ -108,7 +108,7 @@ def build(
     env |= {**defaults.env, **model.env}
     user = (*defaults.args, *model.args)
     argv = [str(engine.path), "-m", str(model.path), "--host", HOST, "--port", str(port)]
-    argv += _defaults(user, env, cores)
+    argv += _defaults(name, user, env, cores)
     if engine.patched:
         argv += _phase(user, env, model, defaults)
     return Command((*argv, *user), env | {KEY_VARIABLE: key}, model.cwd)
@@ -188,7 +188,7 @@ def _said(user: Sequence[str], env: Mapping[str, str], flags: Iterable[str], var
     return variable in env or not {_flag(arg) for arg in user}.isdisjoint(flags)
 
 
-def _defaults(user: Sequence[str], env: Mapping[str, str], cores: int) -> list[str]:
+def _defaults(name: str, user: Sequence[str], env: Mapping[str, str], cores: int) -> list[str]:
     argv = (
         ["--no-webui"]
         if not _said(user, env, ("--ui", "--webui", "--no-ui", "--no-webui"), "LLAMA_ARG_UI")
@@ -200,6 +200,9 @@ def _defaults(user: Sequence[str], env: Mapping[str, str], cores: int) -> list[s
         argv += ["-np", str(DEFAULT_SLOTS)]
     if not _said(user, env, ("-b", "--batch-size"), "LLAMA_ARG_BATCH"):
         argv += ["-b", str(DEFAULT_BATCH)]
+    if "," not in name and not _said(user, env, ("-a", "--alias"), "LLAMA_ARG_ALIAS"):
+        # answers carry the name clients know, not a file's (a comma would mean several names to the engine)
+        argv += ["--alias", name]
     if not _said(user, env, ("-t", "--threads"), "LLAMA_ARG_THREADS"):
         # one core stays free for the proxy: a spinning engine thread would starve it
         argv += ["-t", str(max(1, cores - 1))]

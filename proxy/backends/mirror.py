@@ -19,8 +19,10 @@ from proxy.metrics import Metrics
 from proxy.types import BackendKey, EnginePhase, MemberState, Snapshot
 
 NATIVE_BUSY_S: Final = 0.05
-STOCK_BUSY_S: Final = 0.2
-IDLE_S: Final = 1.0
+STOCK_BUSY_S: Final = 1.2
+"""A stock engine looks for clients that left after one second without any result, and a `/slots` answer
+is a result: polled faster, it would never notice (the patched engine does, see notice-lost-clients)."""
+IDLE_S: Final = 1.5
 MIN_GAP_S: Final = 0.01
 """Between two polls even when poked: a burst of grants costs one poll, not one each."""
 SLOT_STATES: Final = (
