@@ -138,11 +138,19 @@ def test_flavours_and_flags_have_their_own_engines(
     assert key(OPTIONS) not in keys
 
 
-def test_stock_leaves_the_series_out(build: Build, tiny_engine: tiny.Tiny) -> None:
-    paths = build(dataclasses.replace(OPTIONS, stock=True))
-    assert paths.manifest.series == "stock"
-    tree = next(tiny_engine.cache.work.glob("*-stock/src/llama.cpp"))
+def test_stock_then_patched_compiles_only_what_the_series_touches(
+    build: Build, tiny_engine: tiny.Tiny, recorder: Recorder
+) -> None:
+    stock = build(dataclasses.replace(OPTIONS, stock=True))
+    everything = compiled(recorder)
+    assert stock.manifest.series == "stock"
+    tree = next(tiny_engine.cache.work.glob("*/src/llama.cpp"))
     assert not (tree / "tools/server/phase").exists()
+    patched = build()
+    assert (tree / "tools/server/phase/machine.cpp").is_file()
+    assert compiled(recorder) < everything
+    assert [verify_files(stock.dir), verify_files(patched.dir)] == [[], []]
+    assert stock.dir != patched.dir
 
 
 def test_an_own_checkout_is_copied_and_named(tiny_engine: tiny.Tiny, build: Build, tmp_path: Path) -> None:
