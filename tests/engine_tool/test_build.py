@@ -238,6 +238,15 @@ def test_a_compiler_that_is_set_but_missing_is_named(build: Build, monkeypatch: 
         build()
 
 
+def test_a_place_that_cannot_be_written_is_named(tiny_engine: tiny.Tiny, build: Build) -> None:
+    """As with a full disk or a read-only cache: no traceback, the place, and what to look at."""
+    work = tiny_engine.cache.work / make_plan(OPTIONS, tiny_engine.native_patch).work_name
+    work.mkdir(parents=True)
+    (work / "configured.json").mkdir()
+    with pytest.raises(EngineToolError, match=r"configured\.json.*check free space and permissions"):
+        build()
+
+
 def test_two_builders_of_one_engine_build_it_once(tiny_engine: tiny.Tiny) -> None:
     results: list[EnginePaths] = []
     recorders = [Recorder(), Recorder()]
