@@ -45,6 +45,8 @@ def plain_errors(function: Callable[P, None]) -> Callable[P, None]:
                 function(*args, **kwargs)
         except EngineToolError as error:
             _fail(error, as_json=bool(kwargs.get("as_json", False)))
+        except OSError as error:
+            _fail(EngineToolError(str(error)), as_json=bool(kwargs.get("as_json", False)))
         except KeyboardInterrupt:
             click.echo("interrupted; the next run continues", err=True)
             sys.exit(ExitCode.INTERRUPTED)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from proxy.engine.cache import Cache, cache_from_environment, file_lock, make_dir
-from proxy.engine.errors import EngineToolError
+from proxy.engine.errors import EngineToolError, os_errors_below
 from proxy.engine.fetch import fetch, source_archive
 from proxy.engine.finish import finish
 from proxy.engine.manifest import source_identity
@@ -51,7 +51,10 @@ def ensure_engine(
     if ready := find_engine(plan, where):
         return ready
     work = make_dir(where.work / plan.work_name)
-    with file_lock(work / "lock", f"building engine {plan.key}", listener, cancel=cancel):
+    with (
+        os_errors_below(where.root, "building the engine"),
+        file_lock(work / "lock", f"building engine {plan.key}", listener, cancel=cancel),
+    ):
         if ready := find_engine(plan, where):
             return ready
         _Builder(plan, where, work, listener, cancel).build()

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from enum import IntEnum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
 
 
 class ExitCode(IntEnum):
@@ -36,3 +42,12 @@ class CancelledByCallerError(EngineToolError):
     def __init__(self, what: str) -> None:
         """Name the work that was cut short."""
         super().__init__(f"{what}: cancelled; the next run continues", exit_code=ExitCode.INTERRUPTED)
+
+
+@contextlib.contextmanager
+def os_errors_below(root: Path, what: str) -> Iterator[None]:
+    """Turn a full disk, a missing permission and the like into an EngineToolError that names the place."""
+    try:
+        yield
+    except OSError as error:
+        raise EngineToolError(f"{what}: {error}; check free space and permissions below {root}") from error

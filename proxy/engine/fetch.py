@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import os
 import sys
 import tempfile
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from proxy.engine.cache import Cache, file_lock, make_dir
-from proxy.engine.errors import EngineToolError
+from proxy.engine.errors import EngineToolError, ExitCode
 from proxy.engine.process import Work, run
 
 if TYPE_CHECKING:
@@ -102,7 +103,17 @@ def _check(path: Path, archive: Archive) -> None:
         )
 
 
+def require_pip() -> None:
+    """Raise EngineToolError (MISSING_TOOL) where this Python has no pip, with the command that brings it."""
+    if importlib.util.find_spec("pip") is None:
+        raise EngineToolError(
+            f"pip is missing in this Python environment; install it with:\n    {sys.executable} -m ensurepip",
+            exit_code=ExitCode.MISSING_TOOL,
+        )
+
+
 def _download(folder: Path, archive: Archive, progress: Progress, cancel: threading.Event | None) -> Path:
+    require_pip()
     target, scratch = make_dir(folder / "target"), make_dir(folder / "tmp")
     requirements = folder / "requirements.txt"
     # With the hash in the requirement pip itself refuses a wrong archive before it runs anything out of it.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from proxy.engine.cache import Cache, cache_from_environment, file_lock, make_dir
-from proxy.engine.errors import CancelledByCallerError, EngineToolError
+from proxy.engine.errors import CancelledByCallerError, EngineToolError, os_errors_below
 from proxy.engine.fetch import Archive, fetch, sha256_of
 
 if TYPE_CHECKING:
@@ -62,8 +62,11 @@ def ensure_demo_model(
     path = make_dir(where.models) / model.file_name
     if _is_whole(path, model):
         return path
-    with file_lock(
-        where.models / "lock", f"fetching the demo model {model.file_name}", progress, cancel=cancel
+    with (
+        os_errors_below(where.root, "fetching the demo model"),
+        file_lock(
+            where.models / "lock", f"fetching the demo model {model.file_name}", progress, cancel=cancel
+        ),
     ):
         if _is_whole(path, model):
             return path

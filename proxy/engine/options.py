@@ -56,15 +56,21 @@ class BuildOptions:
 
     @property
     def flavour(self) -> str:
-        """A directory name that keeps unlike builds apart."""
+        """A directory name that keeps unlike engines apart."""
+        return f"{self.work_flavour}-stock" if self.stock else self.work_flavour
+
+    @property
+    def work_flavour(self) -> str:
+        """A directory name that keeps unlike compilations apart.
+
+        With and without the series is one tree: a build of the other then recompiles only what the series touches.
+        """
         parts = ["cuda" if self.cuda else "cpu", "portable" if self.release else "native"]
         if self.cuda_architectures:
             parts.append("sm" + "".join(c if c.isalnum() else "-" for c in self.cuda_architectures))
         if self.rpc:
             parts.append("rpc")
         parts += list(self.sanitize)
-        if self.stock:
-            parts.append("stock")
         return "-".join(parts)
 
     @property

@@ -74,9 +74,9 @@ class Plan:
     def work_name(self) -> str:
         """Name of the tree and build folder: fixed per pin and flavour, so that a changed series is a small rebuild."""
         if self.options.llama_cpp_dir is None:
-            return f"{self.pin}-{self.options.flavour}"
+            return f"{self.pin}-{self.options.work_flavour}"
         place = hashlib.sha256(str(self.options.llama_cpp_dir).encode()).hexdigest()[:8]
-        return f"local-{place}-{self.options.flavour}"
+        return f"local-{place}-{self.options.work_flavour}"
 
 
 def make_plan(options: BuildOptions, native_patch: Path | None = None) -> Plan:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from proxy.engine.amx import amx_works, uses_amx, without_amx
 from proxy.engine.errors import EngineToolError, ExitCode
+from proxy.engine.fetch import require_pip
 from proxy.engine.process import Work, run
 
 if TYPE_CHECKING:
@@ -228,6 +229,7 @@ def _tool(name: str, cache: Cache) -> str:
 
 
 def _fetch_wheels(cache: Cache, cancel: threading.Event | None) -> None:
+    require_pip()
     work = Work(
         what="fetching cmake and ninja with pip",
         argv=[

@@ -138,11 +138,19 @@ def test_flavours_and_flags_have_their_own_engines(
     assert key(OPTIONS) not in keys
 
 
-def test_stock_leaves_the_series_out(build: Build, tiny_engine: tiny.Tiny) -> None:
-    paths = build(dataclasses.replace(OPTIONS, stock=True))
-    assert paths.manifest.series == "stock"
-    tree = next(tiny_engine.cache.work.glob("*-stock/src/llama.cpp"))
+def test_stock_then_patched_compiles_only_what_the_series_touches(
+    build: Build, tiny_engine: tiny.Tiny, recorder: Recorder
+) -> None:
+    stock = build(dataclasses.replace(OPTIONS, stock=True))
+    everything = compiled(recorder)
+    assert stock.manifest.series == "stock"
+    tree = next(tiny_engine.cache.work.glob("*/src/llama.cpp"))
     assert not (tree / "tools/server/phase").exists()
+    patched = build()
+    assert (tree / "tools/server/phase/machine.cpp").is_file()
+    assert compiled(recorder) < everything
+    assert [verify_files(stock.dir), verify_files(patched.dir)] == [[], []]
+    assert stock.dir != patched.dir
 
 
 def test_an_own_checkout_is_copied_and_named(tiny_engine: tiny.Tiny, build: Build, tmp_path: Path) -> None:
@@ -227,6 +235,15 @@ def test_missing_tools_are_named_with_the_command(
 def test_a_compiler_that_is_set_but_missing_is_named(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(EngineToolError, match="no-such-compiler"):
+        build()
+
+
+def test_a_place_that_cannot_be_written_is_named(tiny_engine: tiny.Tiny, build: Build) -> None:
+    """As with a full disk or a read-only cache: no traceback, the place, and what to look at."""
+    work = tiny_engine.cache.work / make_plan(OPTIONS, tiny_engine.native_patch).work_name
+    work.mkdir(parents=True)
+    (work / "configured.json").mkdir()
+    with pytest.raises(EngineToolError, match=r"configured\.json.*check free space and permissions"):
         build()
 
 

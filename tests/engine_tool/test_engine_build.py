@@ -24,6 +24,7 @@ from proxy.engine.pin import find_native_patch, read_upstream
 from proxy.engine.progress import SilentProgress
 from proxy.engine.series import OVERLAY_DIR, read_patch_set
 from proxy.engine.source import ArchiveSource
+from proxy.engine.tree import compose, sync_tree
 from proxy.engine.workflow import check_round_trip
 
 pytestmark = [pytest.mark.engine_build, pytest.mark.timeout(3600)]
@@ -112,18 +113,15 @@ def test_the_series_comes_back_byte_for_byte(source: ArchiveSource) -> None:
     assert [str(problem) for problem in found] == []
 
 
-def test_the_work_tree_is_the_patched_source_and_nothing_else(
-    built: EnginePaths, source: ArchiveSource
+def test_the_patched_tree_is_the_source_and_the_series_and_nothing_else(
+    source: ArchiveSource, tmp_path: Path
 ) -> None:
-    """What was compiled is the archive's tree but for the files the series names and the overlay."""
+    """What is compiled is the archive's tree but for the files the series names and the overlay."""
     patch_set = read_patch_set(find_native_patch())
-    pin = read_upstream(find_native_patch())
-    tree = cache_from_environment().work / f"{pin.identity}-{BuildOptions().flavour}" / "src" / "llama.cpp"
-    if not tree.is_dir():
-        pytest.skip("the engine was built by an earlier run whose work directory is gone")
+    sync_tree(compose(source, patch_set), tmp_path)
     pristine = {item.path: item.data for item in source.files()}
-    there = {path.relative_to(tree).as_posix() for path in tree.rglob("*") if path.is_file()}
+    there = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()}
     overlay = {f"{OVERLAY_DIR}/{item.name}" for item in patch_set.overlay}
-    differing = {name for name in there - overlay if pristine.get(name) != (tree / name).read_bytes()}
+    differing = {name for name in there - overlay if pristine.get(name) != (tmp_path / name).read_bytes()}
     assert differing == set(patch_set.touched)
-    assert overlay <= there
+    assert there == set(pristine) | set(patch_set.touched) | overlay
