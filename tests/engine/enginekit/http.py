@@ -260,7 +260,7 @@ class Exchange:
     def token_ids(self) -> list[int]:
         """All generated token ids so far (needs ``return_tokens`` without a stream)."""
         if self.events:
-            return [t for e in self.events if not e.data.get("stop") for t in e.tokens]
+            return [token for e in self.events if e.is_token for token in e.tokens]
         return list(self.json()["tokens"])
 
     @property
