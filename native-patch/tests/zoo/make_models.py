@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import zoo_archs
+import zoo_vision
 
 Recipe = Callable[[Path], None]
 
@@ -33,6 +34,7 @@ MODELS: dict[str, Recipe] = {
     "mamba": zoo_archs.mamba,
     "qwen35-mtp": zoo_archs.qwen35_mtp,
     "step35-mtp": zoo_archs.step35_mtp,
+    "mmproj-llava": zoo_vision.mmproj_llava,
 }
 
 

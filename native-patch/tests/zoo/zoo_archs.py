@@ -35,7 +35,7 @@ BERT = Shape(heads=2, kv_heads=2, context=2048)
 FILE_TYPE_F32 = 0
 
 
-def _write(path: Path, arch: str, keys: Keys, tensors: Tensors, vocab: Vocab | None) -> None:
+def write(path: Path, arch: str, keys: Keys, tensors: Tensors, vocab: Vocab | None) -> None:
     """Write one GGUF file: keys in the given order, then tensors in the given order."""
     writer = gguf.GGUFWriter(path, arch)
     for key, value in keys.items():
@@ -123,7 +123,7 @@ def llama(path: Path) -> None:
     """Write the dense llama that most tests use."""
     vocab = bpe_vocab()
     keys = _decoder_keys("llama", "zoo-llama", SMALL, pre="qwen2")
-    _write(path, "llama", keys, _llama_tensors("llama", vocab, SMALL), vocab)
+    write(path, "llama", keys, _llama_tensors("llama", vocab, SMALL), vocab)
 
 
 def llama_eos(path: Path) -> None:
@@ -131,7 +131,7 @@ def llama_eos(path: Path) -> None:
     vocab = bpe_vocab()
     keys = _decoder_keys("llama", "zoo-llama-eos", SMALL, pre="qwen2")
     tensors = _llama_tensors("llama", vocab, SMALL, eos_logit=EOS_LOGIT_EAGER)
-    _write(path, "llama", keys, tensors, vocab)
+    write(path, "llama", keys, tensors, vocab)
 
 
 def llama_spm(path: Path) -> None:
@@ -140,14 +140,14 @@ def llama_spm(path: Path) -> None:
     keys = _decoder_keys("llama", "zoo-llama-spm", SMALL, pre="default")
     keys["tokenizer.ggml.add_bos_token"] = True
     keys["tokenizer.ggml.add_space_prefix"] = False
-    _write(path, "llama", keys, _llama_tensors("llama-spm", vocab, SMALL), vocab)
+    write(path, "llama", keys, _llama_tensors("llama-spm", vocab, SMALL), vocab)
 
 
 def llama_mid(path: Path) -> None:
     """Write a llama that is slow enough to be interrupted (25 MiB)."""
     vocab = bpe_vocab()
     keys = _decoder_keys("llama", "zoo-llama-mid", MID, pre="qwen2")
-    _write(path, "llama", keys, _llama_tensors("llama-mid", vocab, MID), vocab)
+    write(path, "llama", keys, _llama_tensors("llama-mid", vocab, MID), vocab)
 
 
 def llama_draft(path: Path) -> None:
@@ -161,7 +161,7 @@ def llama_draft(path: Path) -> None:
             noise = normal(f"llama-draft/{name}", data.shape, std)
             noise[np.all(data == 0.0, axis=1)] = 0.0
             tensors[name] = data + noise
-    _write(path, "llama", keys, tensors, vocab)
+    write(path, "llama", keys, tensors, vocab)
 
 
 def _lora(path: Path, label: str, rank: int) -> None:
@@ -185,7 +185,7 @@ def _lora(path: Path, label: str, rank: int) -> None:
             tensors[f"{base}.lora_a"] = normal(f"{seed}.a", (rank, fan_in), 1.0 / fan_in**0.5)
             grow = normal if matrix == "attn_q" else writer_matrix
             tensors[f"{base}.lora_b"] = grow(f"{seed}.b", (fan_out, rank), 1.0 / rank**0.5)
-    _write(path, "llama", keys, tensors, None)
+    write(path, "llama", keys, tensors, None)
 
 
 def lora_a(path: Path) -> None:
@@ -247,7 +247,7 @@ def _bert(path: Path, name: str, pooling: int) -> None:
         tensors["cls.bias"] = zeros(embd)
         tensors["cls.output.weight"] = normal(f"{name}/cls.output", (1, embd), 1.0)
         tensors["cls.output.bias"] = zeros(1)
-    _write(path, "bert", keys, tensors, vocab)
+    write(path, "bert", keys, tensors, vocab)
 
 
 def bert_embed(path: Path) -> None:
@@ -277,7 +277,7 @@ def gemma3_swa(path: Path) -> None:
             tensors[f"blk.{block}.{norm}.weight"] = ones(shape.head_dim)
         for norm in ("post_attention_norm", "post_ffw_norm"):
             tensors[f"blk.{block}.{norm}.weight"] = post_norm.copy()
-    _write(path, "gemma3", keys, tensors, vocab)
+    write(path, "gemma3", keys, tensors, vocab)
 
 
 def mamba(path: Path) -> None:
@@ -323,7 +323,7 @@ def mamba(path: Path) -> None:
                 f"{seed}.ssm_out", (embd, inner), 0.35 / inner**0.5
             ),
         }
-    _write(path, "mamba", keys, tensors, vocab)
+    write(path, "mamba", keys, tensors, vocab)
 
 
 def _next_token_block(family: str, block: int, embd: int) -> Tensors:
@@ -395,7 +395,7 @@ def qwen35_mtp(path: Path) -> None:
     tensors |= feed_forward(family, 1, shape)
     tensors |= _copy_block(tensors, "ffn_", 1, 2)
     tensors |= _next_token_block(family, 2, embd)
-    _write(path, "qwen35", keys, tensors, vocab)
+    write(path, "qwen35", keys, tensors, vocab)
 
 
 def step35_mtp(path: Path) -> None:
@@ -428,6 +428,6 @@ def step35_mtp(path: Path) -> None:
             tensors |= _copy_block(tensors, "ffn_up", shape.layers - 1, block)
             tensors |= _copy_block(tensors, "ffn_down", shape.layers - 1, block)
             tensors |= _next_token_block(family, block, embd)
-    _write(path, "step35", keys, tensors, vocab)
+    write(path, "step35", keys, tensors, vocab)
 
 

@@ -229,6 +229,11 @@ class Exchange:
         assert self.done, f"no end within {timeout_s} s: {self.describe()}"
         return self
 
+    def wait_done(self, timeout_s: float) -> bool:
+        """Wait up to ``timeout_s`` for the end; return whether it came."""
+        self._thread.join(timeout_s)
+        return self.done
+
     def ok(self, *, timeout_s: float = 60.0) -> Exchange:
         """Wait for the end and fail unless it was a whole, error-free 200."""
         self.finish(timeout_s=timeout_s)
