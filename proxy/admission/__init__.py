@@ -1,0 +1,38 @@
+"""Admission: who is offered to an engine, when, and with whom.
+
+A request's way: `cost` counts its tasks, `controller.Admission.submit` takes it in, the pure `core`
+applies what happens (`events`) to the `state`, `decide` grants in the `order` of the policy what the
+`ledger` has room for, `life` moves tickets and keeps the accounts of what they waited for, `mirror`
+reflects the engine's slots; `views` and `instruments` show it all.
+"""
+
+from proxy.admission.controller import Admission
+from proxy.admission.cost import Work, count_work
+from proxy.admission.ports import World
+from proxy.admission.records import (
+    BackendView,
+    GateMode,
+    Grant,
+    Mirror,
+    ModelAdmissionView,
+    TicketSpec,
+    TicketView,
+    outcome_of,
+)
+from proxy.admission.ticket import Ticket
+
+__all__ = [
+    "Admission",
+    "BackendView",
+    "GateMode",
+    "Grant",
+    "Mirror",
+    "ModelAdmissionView",
+    "Ticket",
+    "TicketSpec",
+    "TicketView",
+    "Work",
+    "World",
+    "count_work",
+    "outcome_of",
+]

@@ -1,0 +1,318 @@
+"""The core of admission: `step(state, event, now)` → effects. Pure: no clock, no I/O, no log.
+
+An event that cannot be (an unknown ticket's release, a dead generation's snapshot) changes nothing.
+Every step ends with the decision for each model that was touched, so that capacity and waiting
+tickets never meet without a grant.
+"""
+
+from collections.abc import Iterable
+from itertools import chain
+from typing import assert_never
+
+from proxy.admission import life, mirror
+from proxy.admission.decide import decide, gate_error
+from proxy.admission.events import (
+    ArmTimer,
+    Arrived,
+    BackendDown,
+    BackendReady,
+    Cancelled,
+    Configured,
+    Effect,
+    Event,
+    FirstByte,
+    GateSet,
+    LoadFailed,
+    Mismatch,
+    ModelDropped,
+    ModelEnded,
+    Poke,
+    Released,
+    Seen,
+    ShutDown,
+    Tick,
+)
+from proxy.admission.ledger import Ledger
+from proxy.admission.records import TicketSpec
+from proxy.admission.state import Budget, Entry, Room, State
+from proxy.errors import ErrorCode, ProxyError
+from proxy.types import AdminState, BackendKey, Outcome, Snapshot, TicketState
+
+
+def step(state: State, event: Event, now: float) -> list[Effect]:
+    """Apply one event at a time not before the last one's; return what is to be done, in order.
+
+    Raises `ValueError` for the arrival of an id that is alive, and changes nothing then.
+    """
+    if isinstance(event, Arrived) and event.spec.id in state.tickets:
+        raise ValueError(f"ticket {event.spec.id} is already here")
+    rooms: dict[str, Room] = {}
+    effects: list[Effect] = []
+    due = state.timer is not None and now >= state.timer
+    if due:
+        effects += _time_passed(state, rooms, now)
+    effects += _apply(state, event, rooms, now)
+    for room in rooms.values():
+        effects += decide(state, room, now, arrived=isinstance(event, Arrived))
+    if isinstance(event, Arrived):
+        effects += _bounded(state, event.spec, now, again=due)
+    _forget_dropped(state, rooms)
+    at = _next_wake(state, now)
+    if at != state.timer:
+        state.timer = at
+        effects.append(ArmTimer(at))
+    return effects
+
+
+def _apply(state: State, event: Event, rooms: dict[str, Room], now: float) -> list[Effect]:
+    match event:
+        case Arrived(spec):
+            return _arrived(state, spec, rooms, now)
+        case Released():
+            return _released(state, event, rooms, now)
+        case Cancelled(ticket, error):
+            entry = state.tickets.get(ticket)
+            return [] if entry is None else _touch(state, entry, rooms, life.end(state, entry, error, now))
+        case FirstByte(ticket):
+            return _first_byte(state, ticket, now)
+        case BackendReady(key, info):
+            return _ready(state, Ledger(key, info, now, state.limits.stale_after_s), rooms, now)
+        case BackendDown(key, error):
+            return _down(state, key, error, rooms, now)
+        case LoadFailed(model, error):
+            return _load_failed(state, model, error, rooms, now)
+        case Seen(snapshot):
+            return _seen(state, snapshot, rooms, now)
+        case GateSet(model, admin, reason, mode):
+            room = rooms[model] = state.room(model)
+            room.admin, room.gate_reason, room.gate_mode = admin, reason, mode
+            return []
+        case ModelEnded(model, error):
+            return _model_ended(state, model, error, rooms, now)
+        case ModelDropped(model, error):
+            room = rooms[model] = state.room(model)
+            room.dropped = True
+            return _all(life.end_waiting(state, entry, error, now) for entry in list(room.queue))
+        case ShutDown(error, cut):
+            return _shut_down(state, error, rooms, now, cut=cut)
+        case Configured(limits):
+            state.limits = limits
+            for entry in state.tickets.values():
+                entry.due_known = False
+            for room in state.rooms.values():
+                rooms[room.model] = room
+                for ledger in room.books.values():
+                    ledger.stale_after_s = limits.stale_after_s
+            return []
+        case Tick():
+            rooms.update(state.rooms)
+            return []
+        case _:
+            assert_never(event)
+
+
+def _arrived(state: State, spec: TicketSpec, rooms: dict[str, Room], now: float) -> list[Effect]:
+    room = rooms[spec.model] = state.room(spec.model)
+    room.dropped = False
+    state.arrivals += 1
+    entry = Entry(spec, state.arrivals, now, now)
+    state.tickets[spec.id] = entry
+    room.queue.append(entry)
+    if state.closed is not None:
+        return life.refuse(state, entry, state.closed, now)
+    if room.admin is not AdminState.ENABLED and room.gate_mode == "reject":
+        return life.refuse(state, entry, gate_error(room, now), now)
+    return []
+
+
+def _bounded(state: State, spec: TicketSpec, now: float, *, again: bool) -> list[Effect]:
+    """Refuse a newcomer that would have to wait where a bound is already reached.
+
+    `again`: more than the arrival changed in this step, so the newcomer may have stood in the way of
+    somebody who fits now.
+    """
+    entry = state.tickets.get(spec.id)
+    if entry is None or not entry.waiting:
+        return []
+    room = state.room(spec.model)
+    over = _over_a_bound(state, room, spec)
+    if over is None:
+        return []
+    error = ProxyError(*over, retry_after_s=life.retry_after_s(room, now))
+    effects = life.refuse(state, entry, error, now)
+    return effects + decide(state, room, now) if again else effects
+
+
+def _over_a_bound(state: State, room: Room, spec: TicketSpec) -> tuple[ErrorCode, str] | None:
+    limits = state.limits
+    bound, where = limits.of(spec.model).max_queue, f"models.{spec.model}.max_queue"
+    if bound is None:
+        bound, where = limits.max_queue, "admission.max_queue"
+    if bound is not None and len(room.queue) > bound:
+        return ErrorCode.QUEUE_FULL, f"{bound} requests are already waiting for {spec.model} ({where})"
+    if spec.max_queue is not None:
+        mine = sum(1 for entry in state.waiting() if entry.spec.key == spec.key)
+        if mine > spec.max_queue:
+            text = f"{spec.max_queue} requests of this API key are already waiting (its max_queue)"
+            return ErrorCode.KEY_QUEUE_FULL, text
+    cap = limits.max_queued_bytes
+    if cap is not None and sum(entry.spec.body_bytes for entry in state.waiting()) > cap:
+        return ErrorCode.QUEUE_FULL, f"the waiting bodies reached admission.max_queued_bytes ({cap})"
+    return None
+
+
+def _released(state: State, event: Released, rooms: dict[str, Room], now: float) -> list[Effect]:
+    entry = state.tickets.get(event.ticket)
+    if entry is None:
+        return []
+    room = rooms[entry.spec.model] = state.room(entry.spec.model)
+    effects = life.settle(entry, event.outcome, event.code, now)
+    ledger = state.ledger_of(entry)
+    charge = None if ledger is None else ledger.charges.get(event.ticket)
+    if ledger is None or charge is None:
+        return effects + life.remove(state, entry, now)
+    if charge.released_at is not None:
+        return effects
+    if ledger.release(event.ticket, now, upstream_open=event.upstream_open):
+        if entry.outcome is Outcome.COMPLETED and entry.granted_at is not None:
+            room.turnover.served(now - entry.granted_at, entry.cost)
+        return effects + life.remove(state, entry, now)
+    if entry.state is not TicketState.CANCELLING:
+        effects += life.move(entry, TicketState.CANCELLING, None, now)
+    return [*effects, Poke(ledger.key)]
+
+
+def _first_byte(state: State, ticket: str, now: float) -> list[Effect]:
+    """Believe a stream's first byte at once: the mirror comes later, on a stock engine never."""
+    entry = state.tickets.get(ticket)
+    waits = {TicketState.GRANTED, TicketState.NATIVE_QUEUED, TicketState.PREFILL, TicketState.READY}
+    if entry is None or entry.state not in waits or not entry.spec.stream:
+        return []
+    return life.move(entry, TicketState.GENERATING, None, now)
+
+
+def _ready(state: State, ledger: Ledger, rooms: dict[str, Room], now: float) -> list[Effect]:
+    key = ledger.key
+    room = state.room(key.model)
+    known = room.books.get(key.backend)
+    if key.generation <= room.retired.get(key.backend, -1) or (
+        known and known.key.generation >= key.generation
+    ):
+        return []
+    effects: list[Effect] = []
+    if known is not None:
+        error = ProxyError(ErrorCode.UPSTREAM_ERROR, f"{key.model}: its backend was replaced by a newer one")
+        effects += _down(state, known.key, error, rooms, now)
+    rooms[key.model] = room
+    room.books[key.backend] = ledger
+    room.load_asked = room.went_down = False
+    return effects
+
+
+def _down(
+    state: State, key: BackendKey, error: ProxyError, rooms: dict[str, Room], now: float
+) -> list[Effect]:
+    room = state.rooms.get(key.model)
+    if room is None or key.generation <= room.retired.get(key.backend, -1):
+        return []
+    rooms[key.model] = room
+    room.retired[key.backend] = key.generation
+    ledger = room.ledger(key)
+    if ledger is None:
+        return []
+    del room.books[key.backend]
+    if not room.books:
+        room.load_asked, room.went_down = False, True
+    return _all(life.end_orphan(state, state.tickets[ticket], error, now) for ticket in ledger.charges)
+
+
+def _load_failed(
+    state: State, model: str, error: ProxyError, rooms: dict[str, Room], now: float
+) -> list[Effect]:
+    room = state.rooms.get(model)
+    if room is None:
+        return []
+    room.load_asked = False
+    if room.books:
+        return []
+    rooms[model] = room
+    counted_on_it = [entry for entry in room.queue if entry.budget is Budget.LOAD]
+    return _all(life.end_waiting(state, entry, error, now) for entry in counted_on_it)
+
+
+def _seen(state: State, snapshot: Snapshot, rooms: dict[str, Room], now: float) -> list[Effect]:
+    key = snapshot.key
+    room = state.rooms.get(key.model)
+    ledger = None if room is None else room.ledger(key)
+    if room is None or ledger is None or ledger.knows_better_than(snapshot):
+        return []
+    rooms[key.model] = room
+    before = ledger.disputed
+    gone = ledger.observe(snapshot)
+    effects = _all(life.remove(state, state.tickets[ticket], now) for ticket in gone)
+    effects += mirror.reflect(state, room, snapshot, now)
+    if ledger.disputed > before:
+        effects.append(Mismatch(key, ledger.disputed))
+    return effects
+
+
+def _model_ended(
+    state: State, model: str, error: ProxyError, rooms: dict[str, Room], now: float
+) -> list[Effect]:
+    room = rooms[model] = state.room(model)
+    effects = _all(life.end_waiting(state, entry, error, now) for entry in list(room.queue))
+    for ledger in list(room.books.values()):
+        effects += _down(state, ledger.key, error, rooms, now)
+    room.load_asked = room.went_down = False
+    return effects
+
+
+def _shut_down(
+    state: State, error: ProxyError, rooms: dict[str, Room], now: float, *, cut: bool
+) -> list[Effect]:
+    state.closed = error
+    rooms.update(state.rooms)
+    effects = _all(life.end_waiting(state, entry, error, now) for entry in list(state.waiting()))
+    if cut:
+        effects += _all(life.end_running(entry, error, now) for entry in list(state.tickets.values()))
+    return effects
+
+
+def _time_passed(state: State, rooms: dict[str, Room], now: float) -> list[Effect]:
+    effects: list[Effect] = []
+    for room in state.rooms.values():
+        rooms[room.model] = room
+        for ledger in room.books.values():
+            effects += _all(life.remove(state, state.tickets[t], now) for t in ledger.settle(now))
+    for room, ended in life.expire(state, now):
+        rooms[room.model] = room
+        effects += ended
+    return effects
+
+
+def _next_wake(state: State, now: float) -> float | None:
+    """Return the earliest time at which time alone changes an answer."""
+    dues = (life.deadline(state, entry, now) for entry in state.tickets.values())
+    times = [due for due in dues if due is not None]
+    for room in state.rooms.values():
+        times += [book.mirror_changes_at() for book in room.books.values() if room.queue or book.charges]
+        patience = state.limits.wide_patience_s
+        times += [entry.wide_since + patience for entry in room.queue if entry.wide_since is not None]
+    # deadlines that are due were expired in this step; what else is past has had its effect
+    return min((at for at in times if at > now), default=None)
+
+
+def _forget_dropped(state: State, rooms: dict[str, Room]) -> None:
+    """Drop the room of a model that left the configuration once nothing of it is alive."""
+    for room in rooms.values():
+        if room.dropped and not room.queue and not room.books:
+            del state.rooms[room.model]
+
+
+def _touch(state: State, entry: Entry, rooms: dict[str, Room], effects: list[Effect]) -> list[Effect]:
+    rooms[entry.spec.model] = state.room(entry.spec.model)
+    return effects
+
+
+def _all(parts: Iterable[list[Effect]]) -> list[Effect]:
+    return list(chain.from_iterable(parts))

@@ -1,0 +1,167 @@
+"""The core's state: tickets, and per model its gate, queue and backends' books. Mutable, one owner.
+
+Only the core changes it; everybody else reads views.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from proxy.admission.ledger import Ledger
+from proxy.admission.records import GateMode, Grant, Limits, TicketSpec
+from proxy.admission.retry import Turnover
+from proxy.errors import ProxyError
+from proxy.types import AdminState, BackendKey, Outcome, Reason, TicketState
+
+
+class IllegalTransitionError(Exception):
+    """A ticket was told to go where its table does not lead; nothing was changed."""
+
+
+_ENGINE = frozenset(
+    {
+        TicketState.NATIVE_QUEUED,
+        TicketState.PREFILL,
+        TicketState.READY,
+        TicketState.GENERATING,
+        TicketState.PAUSED,
+    }
+)
+_OUT = frozenset({TicketState.CANCELLING, TicketState.DONE})
+
+TRANSITIONS: dict[TicketState, frozenset[TicketState]] = {
+    TicketState.QUEUED: frozenset({TicketState.GRANTED, TicketState.DONE}),
+    TicketState.GRANTED: _ENGINE | _OUT,
+    # polling skips states, and a full cache sends members back to the engine's queue
+    **{state: (_ENGINE - {state}) | _OUT for state in _ENGINE},
+    TicketState.CANCELLING: frozenset({TicketState.DONE}),
+    TicketState.DONE: frozenset(),
+}
+
+
+class Budget(StrEnum):
+    """Clocks that run while a ticket waits; each has its own limit and its own error code."""
+
+    QUEUE = "queue"
+    LOAD = "load"
+    GATE = "gate"
+
+
+_BUDGET_OF_REASON: dict[Reason, Budget] = {
+    Reason.GATE_BLOCKED: Budget.GATE,
+    Reason.MODEL_DRAINING: Budget.GATE,
+    Reason.MODEL_LOADING: Budget.LOAD,
+    Reason.BACKEND_DOWN: Budget.LOAD,
+    Reason.SWAP_WAIT: Budget.LOAD,
+    Reason.NO_FREE_SLOT: Budget.QUEUE,
+    Reason.COHORT_SEALED: Budget.QUEUE,
+    Reason.COHORT_SHAPE: Budget.QUEUE,
+    Reason.FAIRNESS: Budget.QUEUE,
+    Reason.WIDE_REQUEST: Budget.QUEUE,
+}
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """One live ticket.
+
+    `number` is its arrival rank. `since` is when (state, reason) last changed; `held` and `spent`
+    hold the seconds of what came before, by reason and by budget; `due` remembers the deadline that
+    follows from them while `due_known`. `wide_since` is when a wide ticket first stood at the head.
+    `ended` is set when it was ended from elsewhere, `outcome` once it is settled (a cancelling ticket
+    has one already).
+    """
+
+    spec: TicketSpec
+    number: int
+    arrived_at: float
+    since: float
+    state: TicketState = TicketState.QUEUED
+    reason: Reason | None = None
+    grant: Grant | None = None
+    granted_at: float | None = None
+    cost: int = 0
+    tokens: int = 0
+    cohort: int | None = None
+    wide_since: float | None = None
+    held: dict[Reason, float] = field(default_factory=dict)
+    spent: dict[Budget, float] = field(default_factory=dict)
+    due: float | None = None
+    due_known: bool = False
+    ended: ProxyError | None = None
+    outcome: Outcome | None = None
+    finished_at: float | None = None
+
+    @property
+    def waiting(self) -> bool:
+        """Whether it stands in the proxy's queue."""
+        return self.state is TicketState.QUEUED
+
+    @property
+    def budget(self) -> Budget | None:
+        """The clock that runs now: queueing counts in the proxy, in the engine and at the barrier."""
+        if self.reason is not None:
+            return _BUDGET_OF_REASON[self.reason]
+        return Budget.QUEUE if self.state is TicketState.READY else None
+
+    def queued_s(self, now: float) -> float:
+        """Seconds in the proxy's queue so far."""
+        end = self.granted_at if self.granted_at is not None else self.finished_at
+        return (now if end is None else end) - self.arrived_at
+
+
+@dataclass(slots=True)
+class Room:
+    """One model: gate, queue (arrival order), books of its ready generations, and what was asked for.
+
+    `retired` holds the newest dead generation by backend: whatever comes from it or an older one is
+    ignored.
+    """
+
+    model: str
+    admin: AdminState = AdminState.ENABLED
+    gate_reason: str = ""
+    gate_mode: GateMode = "hold"
+    queue: list[Entry] = field(default_factory=list)
+    books: dict[str, Ledger] = field(default_factory=dict)
+    retired: dict[str, int] = field(default_factory=dict)
+    load_asked: bool = False
+    went_down: bool = False
+    dropped: bool = False
+    turnover: Turnover = field(default_factory=Turnover)
+
+    def ledger(self, key: BackendKey) -> Ledger | None:
+        """Return the books of exactly this generation, None when it is not (or no longer) ready."""
+        ledger = self.books.get(key.backend)
+        return ledger if ledger is not None and ledger.key == key else None
+
+
+@dataclass(slots=True)
+class State:
+    """Everything admission knows."""
+
+    limits: Limits = field(default_factory=Limits)
+    rooms: dict[str, Room] = field(default_factory=dict)
+    tickets: dict[str, Entry] = field(default_factory=dict)
+    arrivals: int = 0
+    closed: ProxyError | None = None
+    timer: float | None = None
+
+    def room(self, model: str) -> Room:
+        """Return a model's room, made at the first use."""
+        found = self.rooms.get(model)
+        if found is None:
+            found = self.rooms[model] = Room(model)
+        return found
+
+    def waiting(self) -> Iterator[Entry]:
+        """All waiting tickets of all models."""
+        for room in self.rooms.values():
+            yield from room.queue
+
+    def ledger_of(self, entry: Entry) -> Ledger | None:
+        """Return the books a granted ticket is charged in."""
+        if entry.grant is None:
+            return None
+        room = self.rooms.get(entry.spec.model)
+        return None if room is None else room.ledger(entry.grant.key)

@@ -1,0 +1,142 @@
+"""A requester's handle on its ticket."""
+
+import asyncio
+from typing import Protocol, overload
+
+from proxy.admission.records import Grant, TicketSpec
+from proxy.admission.state import Entry
+from proxy.errors import ProxyError
+from proxy.types import Outcome, Reason, TicketState
+
+
+class Desk(Protocol):
+    """What a ticket asks of admission."""
+
+    def released(self, ticket: "Ticket", outcome: Outcome, code: str, *, upstream_open: bool) -> None: ...
+    def first_byte(self, ticket: "Ticket") -> None: ...
+    def position(self, entry: Entry) -> int: ...
+    def now(self) -> float: ...
+
+
+class Ticket:
+    """One request's ticket; made by `Admission.submit`.
+
+    The requester awaits `granted`, watches `ended`, and calls `release` exactly when it is done, in
+    `finally`. Cancelling an `await ticket.granted()` releases the ticket: whoever stops waiting leaves.
+    """
+
+    def __init__(self, desk: Desk, entry: Entry) -> None:
+        loop = asyncio.get_running_loop()
+        self._desk = desk
+        self.entry = entry
+        """The core's record; only admission may look at it."""
+        self._answer: asyncio.Future[Grant | ProxyError] = loop.create_future()
+        self._released = False
+        self.ended: asyncio.Future[ProxyError] = loop.create_future()
+        """Resolves when the ticket is ended from elsewhere: unload, operator, dead backend, shutdown."""
+
+    @property
+    def id(self) -> str:
+        """The ticket's id, also the stem of the engine's tag."""
+        return self.entry.spec.id
+
+    @property
+    def spec(self) -> TicketSpec:
+        """What was submitted."""
+        return self.entry.spec
+
+    @property
+    def state(self) -> TicketState:
+        """Where it is."""
+        return self.entry.state
+
+    @property
+    def reason(self) -> Reason | None:
+        """Why it waits, None when it does not."""
+        return self.entry.reason
+
+    @property
+    def position(self) -> int:
+        """1-based place in its model's queue, 0 when it does not wait there."""
+        return self._desk.position(self.entry)
+
+    @property
+    def queued_s(self) -> float:
+        """Seconds spent in the proxy's queue so far."""
+        return self.entry.queued_s(self._desk.now())
+
+    @property
+    def cohort(self) -> int | None:
+        """The engine cohort it was last seen in."""
+        return self.entry.cohort
+
+    @overload
+    async def granted(self, timeout: None = None) -> Grant: ...
+    @overload
+    async def granted(self, timeout: float) -> Grant | None: ...
+    async def granted(self, timeout: float | None = None) -> Grant | None:
+        """Wait for capacity; return the grant, or None when `timeout` seconds passed without one.
+
+        Raises the `ProxyError` the ticket was ended with. When the wait is cancelled the ticket is
+        released, with or without a grant that came at the same moment.
+        """
+        if not self._answer.done():
+            try:
+                await asyncio.wait({self._answer}, timeout=timeout)
+            except asyncio.CancelledError:
+                self.release(Outcome.CANCELLED)
+                raise
+        if self.ended.done():
+            raise _copy(self.ended.result())
+        if self._released:
+            raise RuntimeError(f"ticket {self.id} was released while it was waited for")
+        if not self._answer.done():
+            return None
+        answer = self._answer.result()
+        if isinstance(answer, ProxyError):
+            raise _copy(answer)
+        return answer
+
+    def first_byte(self) -> None:
+        """Say that the first content byte went to the client."""
+        if not self._released:
+            self._desk.first_byte(self)
+
+    def tokens(self, count: int) -> None:
+        """Count generated tokens seen on the way to the client (shown to operators, decides nothing)."""
+        self.entry.tokens += count
+
+    def release(self, outcome: Outcome, code: str = "", *, upstream_open: bool = False) -> None:
+        """Give everything back; only the first call counts.
+
+        `upstream_open`: the engine may still be at work for it. The ticket then stays charged as
+        `cancelling` until the engine shows that it let go.
+        """
+        if self._released:
+            return
+        self._released = True
+        self._answer.cancel()
+        self._desk.released(self, outcome, code, upstream_open=upstream_open)
+
+    def resolve(self, grant: Grant) -> None:
+        """Deliver the grant (called by admission)."""
+        if not self._answer.done():
+            self._answer.set_result(grant)
+
+    def end(self, error: ProxyError) -> None:
+        """Deliver the end (called by admission)."""
+        if not self._answer.done():
+            self._answer.set_result(error)
+        if not self.ended.done():
+            self.ended.set_result(error)
+
+
+def _copy(error: ProxyError) -> ProxyError:
+    """Return a fresh error: one instance raised in many tasks would collect all their tracebacks."""
+    return ProxyError(
+        error.code,
+        error.message,
+        param=error.param,
+        retry_after_s=error.retry_after_s,
+        headers=dict(error.headers),
+    )

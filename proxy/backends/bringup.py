@@ -1,0 +1,210 @@
+"""Brings one backend up: start, find its port, wait for health against exit, verify, ask what it is.
+
+Cleans up after itself: when it raises or is cancelled, no process and no connection is left.
+"""
+
+import asyncio
+import os
+import re
+import secrets
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Final, TypeVar
+
+from proxy.backends import probes
+from proxy.backends.client import EngineClient, ProbeError
+from proxy.backends.command import HOST, EngineBinary, build, needs_engine
+from proxy.backends.listening import Owner, Reservation, own_port, owner
+from proxy.backends.logtail import LogTail
+from proxy.backends.process import EngineProcess, describe_exit
+from proxy.backends.views import EngineResolver, Stage, Verify
+from proxy.errors import ErrorCode, ProxyError
+from proxy.settings import Engine, Model
+from proxy.types import EngineInfo
+
+_T = TypeVar("_T")
+PORT_TRIES: Final = 5
+_FIRST_PROBE_S: Final = 0.02
+_SLOWEST_PROBE_S: Final = 0.25
+_PROPS_TIMEOUT_S: Final = 5.0
+_BIND_FAILED: Final = re.compile(r"couldn't bind|address already in use|EADDRINUSE|bind.*fail", re.IGNORECASE)
+
+
+class _PortTaken(Exception):  # noqa: N818
+    """A stranger listens on the port that was meant for the engine."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """Everything a start needs that does not change between generations."""
+
+    name: str
+    model: Model
+    defaults: Engine
+    resolve: EngineResolver
+    verify: Verify | None = None
+    inherited: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
+    cores: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A backend that answers. `process` is None for a remote one."""
+
+    client: EngineClient
+    info: EngineInfo
+    process: EngineProcess | None = None
+    port: int | None = None
+    identity: str = ""
+
+
+@dataclass(slots=True)
+class Progress:
+    """What is known while a load is under way."""
+
+    stage: Stage = Stage.ENGINE
+    process: EngineProcess | None = None
+    port: int | None = None
+    on_started: Callable[[], None] = lambda: None
+
+    def started(self, process: EngineProcess | None) -> None:
+        """Note that the process runs (tells the state machine once)."""
+        self.process, self.stage = process, Stage.LOADING
+        tell, self.on_started = self.on_started, lambda: None
+        tell()
+
+
+async def bring_up(recipe: Recipe, progress: Progress) -> Running:
+    """Return a backend that is healthy, verified and known. Raises `ProxyError`."""
+    if recipe.model.url is not None:
+        return await _reach(recipe, recipe.model.url, progress)
+    engine = await recipe.resolve(recipe.model) if needs_engine(recipe.model) else None
+    for _ in range(PORT_TRIES):
+        try:
+            return await _run(recipe, engine, progress)
+        except _PortTaken:
+            continue
+    raise ProxyError(
+        ErrorCode.MODEL_LOAD_FAILED,
+        f"model {recipe.name!r}: {PORT_TRIES} ports in a row were taken by other programs",
+    )
+
+
+async def _reach(recipe: Recipe, url: str, progress: Progress) -> Running:
+    secret = recipe.model.upstream_key
+    client = EngineClient(url, secret.get_secret_value() if secret else "")
+    try:
+        progress.started(None)
+        await _until_healthy(client)
+        progress.stage = Stage.PROBING
+        return Running(client, await _props(recipe, client))
+    except BaseException:
+        await client.close()
+        raise
+
+
+async def _run(recipe: Recipe, engine: EngineBinary | None, progress: Progress) -> Running:
+    model, progress.stage = recipe.model, Stage.STARTING
+    is_cmd = model.cmd is not None
+    given = model.upstream_key if is_cmd else None
+    key = given.get_secret_value() if given else secrets.token_urlsafe(32)
+    reservation = Reservation() if is_cmd else None
+    process: EngineProcess | None = None
+    client: EngineClient | None = None
+    try:
+        command = build(
+            recipe.name,
+            model,
+            recipe.defaults,
+            engine=engine,
+            port=reservation.port if reservation else 0,
+            key=key,
+            cores=recipe.cores,
+            inherited=recipe.inherited,
+        )
+        tail = LogTail(secret=key)
+        try:
+            process = await EngineProcess.start(command, watch=is_cmd, tail=tail)
+        except OSError as error:
+            raise _failed(recipe, f"cannot start {command.argv[0]}: {error.strerror}") from None
+        progress.started(process)
+        port = await _or_exit(recipe, process, _port(process, reservation))
+        progress.port = port
+        client = EngineClient(f"http://{HOST}:{port}", key)
+        await _or_exit(recipe, process, _until_healthy(client))
+        if is_cmd:
+            _not_a_stranger(port, process)
+        identity = ""
+        if recipe.verify is not None and engine is not None and engine.dir is not None and not is_cmd:
+            progress.stage = Stage.VERIFYING
+            identity = await _or_exit(recipe, process, recipe.verify(process.pid, engine.dir))
+        progress.stage = Stage.PROBING
+        info = await _or_exit(recipe, process, _props(recipe, client))
+        return Running(client, info, process, port, identity)
+    except BaseException:
+        if client is not None:
+            await client.close()
+        if process is not None:
+            await process.kill()
+        raise
+    finally:
+        if reservation is not None:
+            reservation.close()
+
+
+def _not_a_stranger(port: int, process: EngineProcess) -> None:
+    if owner(port, process.pid) is Owner.OTHER:
+        raise _PortTaken
+
+
+async def _or_exit(recipe: Recipe, process: EngineProcess, work: Awaitable[_T]) -> _T:
+    """Await `work`, unless the process ends first: then fail with its own words."""
+    name = f"load:{recipe.name}:{process.pid}"
+    doing = asyncio.ensure_future(work)
+    ending = asyncio.create_task(process.exited(), name=f"{name}:exit")
+    try:
+        await asyncio.wait((doing, ending), return_when=asyncio.FIRST_COMPLETED)
+        if ending.done():
+            words = process.tail.words()
+            if recipe.model.cmd is not None and _BIND_FAILED.search(words):
+                raise _PortTaken
+            raise _failed(
+                recipe, f"llama-server {describe_exit(ending.result())}: {words or 'without a word'}"
+            )
+        return doing.result()
+    finally:
+        for task in (doing, ending):
+            task.cancel()
+        await asyncio.wait((doing, ending))
+        if not doing.cancelled():
+            doing.exception()
+
+
+async def _port(process: EngineProcess, reservation: Reservation | None) -> int:
+    if reservation is not None:
+        return reservation.port
+    delay = _FIRST_PROBE_S
+    while True:
+        port = own_port(process.pid)
+        if port is not None:
+            return port
+        await asyncio.sleep(delay)
+        delay = min(delay * 1.5, _SLOWEST_PROBE_S)
+
+
+async def _until_healthy(client: EngineClient) -> None:
+    delay = _FIRST_PROBE_S
+    while await probes.health(client) is not probes.Health.OK:
+        await asyncio.sleep(delay)
+        delay = min(delay * 1.5, _SLOWEST_PROBE_S)
+
+
+async def _props(recipe: Recipe, client: EngineClient) -> EngineInfo:
+    try:
+        return await probes.props(client, _PROPS_TIMEOUT_S)
+    except ProbeError as error:
+        raise _failed(recipe, f"the engine is healthy but {error}") from None
+
+
+def _failed(recipe: Recipe, what: str) -> ProxyError:
+    return ProxyError(ErrorCode.MODEL_LOAD_FAILED, f"model {recipe.name!r} could not be loaded: {what}")

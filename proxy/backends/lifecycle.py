@@ -1,0 +1,229 @@
+"""The life of one model as a pure state machine: two axes, causes, generations, effects out.
+
+Operational: `unloaded → starting → loading → ready → stopping → unloaded`, `failed` (per attempt; the
+next load may try again). Administrative: `enabled | draining | blocked`. Neither implies the other.
+
+A process start and a stop each take a new **generation**, so that everything which names an older one
+(grants, snapshots, exits, probes) is told apart: events of another generation change nothing. An event
+that has no place in the table raises `IllegalEvent` and changes nothing.
+
+No clock, no I/O: the fleet performs the effects.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Final, assert_never
+
+from proxy.types import AdminState, Cause, ModelState
+
+S = ModelState
+
+
+@dataclass(frozen=True, slots=True)
+class Life:
+    """A model's place on both axes.
+
+    `cause` is why the present operational state was entered; `again` remembers a load asked for while
+    the model stops; `reason` is the operator's text for `admin`.
+    """
+
+    operational: ModelState = S.UNLOADED
+    admin: AdminState = AdminState.ENABLED
+    generation: int = 0
+    cause: Cause = Cause.OPERATOR
+    reason: str = ""
+    again: Cause | None = None
+
+    @property
+    def loading(self) -> bool:
+        """Whether an attempt to load is under way."""
+        return self.operational in (S.STARTING, S.LOADING)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadAsked:
+    """Someone needs the model. Joins an attempt under way; kept for later while the model stops."""
+
+    cause: Cause
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The process of `generation` runs (or, for a remote one, its address is known)."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class BecameReady:
+    """Health, identity and properties of `generation` are good."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoadFailed:
+    """The attempt of `generation` ended without a ready engine and without a process."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Exited:
+    """The process of `generation` ended although nobody asked for it."""
+
+    generation: int
+    cause: Cause = Cause.CRASH
+
+
+@dataclass(frozen=True, slots=True)
+class StopAsked:
+    """The model is to go, whatever it is doing. Bumps the generation in this very step."""
+
+    cause: Cause
+
+
+@dataclass(frozen=True, slots=True)
+class Stopped:
+    """The process is gone and reaped; `generation` is the one given by the stop."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class AdminSet:
+    """The operator's wish for new requests."""
+
+    admin: AdminState
+    reason: str = ""
+
+
+Event = LoadAsked | Started | BecameReady | LoadFailed | Exited | StopAsked | Stopped | AdminSet
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """A change of the operational axis: one log line, one counter, one call of the observer."""
+
+    before: ModelState
+    after: ModelState
+    cause: Cause
+
+
+@dataclass(frozen=True, slots=True)
+class StartEngine:
+    """Start a process (or connect) for this generation."""
+
+    generation: int
+    cause: Cause
+
+
+@dataclass(frozen=True, slots=True)
+class StopEngine:
+    """Stop what runs; `was_ready` tells whether requests may be on it."""
+
+    generation: int
+    cause: Cause
+    was_ready: bool
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLost:
+    """A ready engine is gone: everything granted on `generation` has failed."""
+
+    generation: int
+    cause: Cause
+
+
+@dataclass(frozen=True, slots=True)
+class LoadRefused:
+    """The operator's gate forbids this load: whoever waits for it must be told."""
+
+    admin: AdminState
+    reason: str
+
+
+Effect = Moved | StartEngine | StopEngine | EngineLost | LoadRefused
+
+
+class IllegalEvent(Exception):  # noqa: N818 - names what happened
+    """The event has no place in the table for this state."""
+
+
+TABLE: Final[Mapping[ModelState, Mapping[type[Event], ModelState]]] = MappingProxyType(
+    {
+        S.UNLOADED: {LoadAsked: S.STARTING, StopAsked: S.UNLOADED},
+        S.FAILED: {LoadAsked: S.STARTING, StopAsked: S.UNLOADED},
+        S.STARTING: {
+            LoadAsked: S.STARTING,
+            Started: S.LOADING,
+            LoadFailed: S.FAILED,
+            StopAsked: S.STOPPING,
+        },
+        S.LOADING: {
+            LoadAsked: S.LOADING,
+            BecameReady: S.READY,
+            LoadFailed: S.FAILED,
+            StopAsked: S.STOPPING,
+        },
+        S.READY: {LoadAsked: S.READY, Exited: S.FAILED, StopAsked: S.STOPPING},
+        S.STOPPING: {LoadAsked: S.STOPPING, StopAsked: S.STOPPING, Stopped: S.UNLOADED},
+    }
+)
+"""Where an event of the present generation leads; a missing entry is illegal."""
+
+
+def step(life: Life, event: Event) -> tuple[Life, tuple[Effect, ...]]:
+    """Return the next life and what to do, in order. Raises `IllegalEvent` and changes nothing."""
+    if isinstance(event, AdminSet):
+        return replace(life, admin=event.admin, reason=event.reason), ()
+    if not isinstance(event, LoadAsked | StopAsked) and event.generation != life.generation:
+        return life, ()
+    after = TABLE[life.operational].get(type(event))
+    if after is None:
+        name = type(event).__name__
+        raise IllegalEvent(f"{name} in state {life.operational.value} (generation {life.generation})")
+    match event:
+        case LoadAsked():
+            return _load(life, event.cause, after)
+        case StopAsked():
+            return _stop(life, event.cause, after)
+        case Started() | BecameReady() | LoadFailed():
+            return _move(life, after, life.cause)
+        case Exited():
+            moved, effects = _move(life, after, event.cause)
+            return moved, (*effects, EngineLost(life.generation, event.cause))
+        case Stopped():
+            moved, effects = _move(replace(life, again=None), after, life.cause)
+            if life.again is None:
+                return moved, effects
+            moved, more = _load(moved, life.again, S.STARTING)
+            return moved, (*effects, *more)
+        case _:
+            assert_never(event)
+
+
+def _move(life: Life, after: ModelState, cause: Cause) -> tuple[Life, tuple[Effect, ...]]:
+    moved = replace(life, operational=after, cause=cause)
+    return moved, () if after is life.operational else (Moved(life.operational, after, cause),)
+
+
+def _load(life: Life, cause: Cause, after: ModelState) -> tuple[Life, tuple[Effect, ...]]:
+    if life.operational is S.STOPPING:
+        return replace(life, again=life.again or cause), ()
+    if after is life.operational:
+        return life, ()
+    if life.admin is not AdminState.ENABLED and cause is not Cause.OPERATOR:
+        return life, (LoadRefused(life.admin, life.reason),)
+    moved, effects = _move(replace(life, generation=life.generation + 1), after, cause)
+    return moved, (*effects, StartEngine(moved.generation, cause))
+
+
+def _stop(life: Life, cause: Cause, after: ModelState) -> tuple[Life, tuple[Effect, ...]]:
+    if life.operational is S.STOPPING:
+        return replace(life, again=None), ()
+    if after is not S.STOPPING:
+        return _move(life, after, cause)
+    moved, effects = _move(replace(life, generation=life.generation + 1), after, cause)
+    return moved, (*effects, StopEngine(moved.generation, cause, life.operational is S.READY))

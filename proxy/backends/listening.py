@@ -1,0 +1,108 @@
+"""Where an engine listens, without a race for the port.
+
+`path` models: llama-server is started with `--port 0`, so the kernel picks a free port in the very call that
+binds it; nobody can come in between. Which one it was is read from the child's own sockets, which at the same
+time proves that the listener is our child and not a stranger: the engine writes its port into its log only
+after the model is loaded, far too late to watch the loading.
+
+`cmd` models need `${PORT}` before they start. `Reservation` binds a port with SO_REUSEADDR and does not listen:
+while it is held the kernel gives that port to nobody who asks for "any", nor to outgoing connections, but a
+program that binds it by number with SO_REUSEADDR (cpp-httplib, OpenSSH, Go, asyncio all do) can listen on it.
+What remains is a program that insists on just this number: the engine's bind then fails and the load is tried
+again on another port, and `Owner` tells a stranger who got there first from our own process.
+"""
+
+import socket
+from dataclasses import dataclass
+from enum import StrEnum
+from types import TracebackType
+from typing import Self
+
+import psutil
+
+from proxy.backends.command import HOST
+
+
+class Owner(StrEnum):
+    """Who listens on a port, as far as this user may see."""
+
+    OURS = "ours"
+    OTHER = "other"
+    NOBODY = "nobody"
+
+
+@dataclass(frozen=True, slots=True)
+class Listener:
+    """One listening TCP socket of a process."""
+
+    pid: int
+    host: str
+    port: int
+
+
+class Reservation:
+    """A local port kept free for a process that is about to listen on it."""
+
+    def __init__(self, host: str = HOST) -> None:
+        self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        try:
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self._socket.bind((host, 0))
+        except OSError:
+            self._socket.close()
+            raise
+        self.port: int = self._socket.getsockname()[1]
+
+    def close(self) -> None:
+        """Give the port up. Idempotent."""
+        self._socket.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def listeners(pid: int) -> tuple[Listener, ...]:
+    """Return the listening TCP sockets of a process, none when it is gone or not ours to see."""
+    try:
+        found = psutil.Process(pid).net_connections("tcp")
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return ()
+    return tuple(
+        Listener(pid, conn.laddr.ip, conn.laddr.port)
+        for conn in found
+        if conn.status == psutil.CONN_LISTEN and conn.laddr
+    )
+
+
+def own_port(pid: int, host: str = HOST) -> int | None:
+    """Return the port on which the process listens at `host`, None when it does not (yet)."""
+    return next((found.port for found in listeners(pid) if found.host == host), None)
+
+
+def owner(port: int, pid: int) -> Owner:
+    """Tell whether `pid` or one of its descendants listens on a local port.
+
+    `OTHER` also means a listener that this user may not look into (another user's, a container's).
+    """
+    family = [pid, *descendants(pid)]
+    if any(found.port == port for member in family for found in listeners(member)):
+        return Owner.OURS
+    try:
+        taken = psutil.net_connections("tcp")
+    except psutil.AccessDenied:
+        return Owner.NOBODY
+    listening = any(c.status == psutil.CONN_LISTEN and c.laddr and c.laddr.port == port for c in taken)
+    return Owner.OTHER if listening else Owner.NOBODY
+
+
+def descendants(pid: int) -> list[int]:
+    """Return the process ids below `pid`, none when it is gone."""
+    try:
+        return [child.pid for child in psutil.Process(pid).children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []

@@ -1,0 +1,283 @@
+"""One engine process: started by the launcher, drained, watched, stopped as a group, reaped.
+
+Must run on the main thread's event loop: the parent-death signal follows the thread that forks.
+The exit is watched by a pidfd, so it is seen at once, exactly once, and never for a recycled pid.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import psutil
+
+from proxy.backends.command import Command
+from proxy.backends.listening import descendants
+from proxy.backends.logtail import LogTail
+
+LAUNCHER: Final = Path(__file__).with_name("launcher.py")
+SECOND_TERM_S: Final = 0.5
+"""After the second TERM: llama-server exits at once on it, whatever it is doing."""
+KILL_S: Final = 1.0
+"""For a killed group to be gone and reaped. One in an uninterruptible wait is reported as left over."""
+LAST_WORDS_S: Final = 0.2
+"""How long to wait for output still in the pipe of a process that has ended."""
+_HOPELESS: Final = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP, psutil.STATUS_DISK_SLEEP)
+
+
+@dataclass(frozen=True, slots=True)
+class StopReport:
+    """How a process went. `left` are process ids that outlived a KILL (uninterruptible, or not ours)."""
+
+    code: int | None
+    signals: tuple[str, ...]
+    left: tuple[int, ...] = ()
+
+
+class _Drain(asyncio.Protocol):
+    """Takes output as it comes and never pauses: a full pipe would stop the engine."""
+
+    def __init__(self, tail: LogTail, sink: "LogFile | None") -> None:
+        self._tail = tail
+        self._sink = sink
+        self.ended = asyncio.Event()
+
+    def data_received(self, data: bytes) -> None:
+        self._tail.add(data)
+        if self._sink is not None:
+            self._sink.write(data)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        _ = exc
+        self.ended.set()
+
+
+class LogFile:
+    """An optional copy of the output in a file of bounded size (one older file is kept).
+
+    A full disk or a vanished folder ends the copy, never the engine.
+    """
+
+    def __init__(self, path: Path, limit_bytes: int = 64 * 1024 * 1024) -> None:
+        self._path = path
+        self._limit = limit_bytes
+        self._file = path.open("ab", buffering=0)
+        self._size = path.stat().st_size
+
+    def write(self, data: bytes) -> None:
+        """Append; rolls over beyond the limit."""
+        try:
+            if self._size + len(data) > self._limit:
+                self._file.close()
+                self._path.replace(self._path.with_suffix(self._path.suffix + ".1"))
+                self._file = self._path.open("wb", buffering=0)
+                self._size = 0
+            self._size += self._file.write(data) or 0
+        except (OSError, ValueError):
+            self.close()
+
+    def close(self) -> None:
+        """Close the file; later writes are dropped."""
+        with contextlib.suppress(OSError):
+            self._file.close()
+
+
+class EngineProcess:
+    """A running process group. Create with `start`; `stop` or `exited` ends its life."""
+
+    def __init__(self, popen: subprocess.Popen[bytes], tail: LogTail) -> None:
+        self._popen = popen
+        self.pid: Final = popen.pid
+        self.tail: Final = tail
+        self._loop = asyncio.get_running_loop()
+        self._exit: asyncio.Future[int] = self._loop.create_future()
+        self._pidfd = os.pidfd_open(popen.pid)
+        self._loop.add_reader(self._pidfd, self._on_exit)
+        self._drain: _Drain | None = None
+        self._transport: asyncio.BaseTransport | None = None
+        self._file: LogFile | None = None
+        self._stopping: asyncio.Task[StopReport] | None = None
+
+    @classmethod
+    async def start(
+        cls, command: Command, *, watch: bool, tail: LogTail, log_file: LogFile | None = None
+    ) -> "EngineProcess":
+        """Start a command in a session of its own.
+
+        `watch` keeps a parent that also ends the command's children (see the launcher). Raises `OSError`
+        when the launcher cannot run, for example when the machine is out of processes.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            raise RuntimeError("engines are started from the main thread: the parent-death signal follows it")
+        read, write = os.pipe()
+        try:
+            popen = subprocess.Popen(  # noqa: ASYNC220 - returns at exec, a few ms; asyncio's is the same call
+                [
+                    *(
+                        sys.executable,
+                        "-I",
+                        "-S",
+                        str(LAUNCHER),
+                        "watch" if watch else "exec",
+                        str(os.getpid()),
+                    ),
+                    *command.argv,
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=write,
+                stderr=write,
+                env=dict(command.env),
+                cwd=command.cwd,
+                start_new_session=True,
+            )
+        except BaseException:
+            os.close(read)
+            raise
+        finally:
+            os.close(write)
+        process = cls(popen, tail)
+        process._file = log_file
+        process._drain = drain = _Drain(tail, log_file)
+        try:
+            pipe = os.fdopen(read, "rb", buffering=0)
+            process._transport, _ = await process._loop.connect_read_pipe(lambda: drain, pipe)
+        except BaseException:
+            await process.stop(grace_s=0)
+            raise
+        return process
+
+    @property
+    def code(self) -> int | None:
+        """Exit code (negative: the signal), None while it runs."""
+        return self._exit.result() if self._exit.done() else None
+
+    async def exited(self) -> int:
+        """Wait for the end and for the last output; return the exit code."""
+        code = await asyncio.shield(self._exit)
+        await self._last_words()
+        return code
+
+    async def stop(self, grace_s: float) -> StopReport:
+        """TERM, TERM after `grace_s`, KILL soon after, to the group; reap; verify that all are gone.
+
+        A stopped, traced or uninterruptible process is killed at once. Twice at once is one. Takes at
+        most `grace_s` + 1.7 s. Shielded: a cancelled caller does not leave a process behind.
+        """
+        if self._stopping is None:
+            self._stopping = self._loop.create_task(self._stop(grace_s), name=f"stop-process:{self.pid}")
+        return await asyncio.shield(self._stopping)
+
+    async def kill(self) -> StopReport:
+        """As `stop`, without asking first."""
+        return await self.stop(0)
+
+    async def _stop(self, grace_s: float) -> StopReport:
+        sent: list[str] = []
+        left: tuple[int, ...] = ()
+        if not self._exit.done():
+            family = {pid: _born(pid) for pid in descendants(self.pid)}
+            for number, wait_s in ((signal.SIGTERM, grace_s), (signal.SIGTERM, SECOND_TERM_S)):
+                if self._exit.done() or grace_s <= 0 or self._hopeless():
+                    break
+                self._signal(number, sent)
+                await self._wait(wait_s)
+            family = {pid: _born(pid) for pid in descendants(self.pid)} | family
+            deadline = self._loop.time() + KILL_S
+            if not self._exit.done():
+                self._signal(signal.SIGKILL, sent)
+                await self._wait(KILL_S)
+            left = await self._sweep(family, deadline)
+        await self._last_words()
+        if self._transport is not None:
+            self._transport.close()
+        if self._file is not None:
+            self._file.close()
+        return StopReport(self.code, tuple(sent), left)
+
+    async def _sweep(self, family: dict[int, float | None], deadline: float) -> tuple[int, ...]:
+        """Kill descendants that left the group, and wait until the group and they are gone."""
+        while True:
+            alive = [pid for pid, born in family.items() if born is not None and _born(pid) == born]
+            for pid in alive:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+            if self._exit.done() and not alive and not self._group_alive():
+                return ()
+            if self._loop.time() >= deadline:
+                return tuple(alive) or (self.pid,)
+            await asyncio.sleep(0.01)
+
+    async def _wait(self, timeout_s: float) -> None:
+        await asyncio.wait((self._exit,), timeout=timeout_s)
+
+    async def _last_words(self) -> None:
+        if self._drain is not None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LAST_WORDS_S):
+                    await self._drain.ended.wait()
+
+    def _signal(self, number: signal.Signals, sent: list[str]) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, number)
+            sent.append(number.name)
+
+    def _group_alive(self) -> bool:
+        """Whether anyone of the group still runs; zombies wait for whoever adopted them, not for us."""
+        try:
+            os.killpg(self.pid, 0)
+        except ProcessLookupError:
+            return False
+        except PermissionError:
+            return True
+        return any(_group(pid) == self.pid and _born(pid) is not None for pid in psutil.pids())
+
+    def _hopeless(self) -> bool:
+        return any(_status(pid) in _HOPELESS for pid in (self.pid, *descendants(self.pid)))
+
+    def _on_exit(self) -> None:
+        self._loop.remove_reader(self._pidfd)
+        os.close(self._pidfd)
+        # Before the reap: until then nobody else can be given this process group's id.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+        code = self._popen.wait()
+        if not self._exit.done():
+            self._exit.set_result(code)
+
+
+def describe_exit(code: int) -> str:
+    """Return an exit code as words, for example `was killed by SIGSEGV` or `exited with code 1`."""
+    if code >= 0:
+        return f"exited with code {code}"
+    with contextlib.suppress(ValueError):
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"was killed by signal {-code}"
+
+
+def _status(pid: int) -> str:
+    try:
+        return psutil.Process(pid).status()
+    except psutil.NoSuchProcess:
+        return psutil.STATUS_DEAD
+
+
+def _group(pid: int) -> int:
+    try:
+        return os.getpgid(pid)
+    except (ProcessLookupError, PermissionError):
+        return 0
+
+
+def _born(pid: int) -> float | None:
+    """Creation time: the same pid with another one is another process. None for none or a zombie."""
+    try:
+        process = psutil.Process(pid)
+        return None if process.status() == psutil.STATUS_ZOMBIE else process.create_time()
+    except psutil.NoSuchProcess:
+        return None

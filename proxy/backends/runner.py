@@ -1,0 +1,423 @@
+"""One model at work: performs what the lifecycle decides, and feeds it what happens.
+
+The lifecycle (`lifecycle.step`) is the only writer of state; this shell owns the tasks: one load attempt, one
+watcher of the ready process, one mirror, one stop. All are named and awaited by `close`.
+"""
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any, Final, ParamSpec, TypeVar, assert_never
+
+from proxy import logs
+from proxy.backends import probes
+from proxy.backends.bringup import Progress, Recipe, Running, bring_up
+from proxy.backends.client import DeadUpstream, EngineClient, ProbeError
+from proxy.backends.lifecycle import (
+    AdminSet,
+    BecameReady,
+    Effect,
+    EngineLost,
+    Event,
+    Exited,
+    Life,
+    LoadAsked,
+    LoadFailed,
+    LoadRefused,
+    Moved,
+    Started,
+    StartEngine,
+    StopAsked,
+    StopEngine,
+    Stopped,
+    step,
+)
+from proxy.backends.mirror import Mirror
+from proxy.backends.process import EngineProcess, StopReport, describe_exit
+from proxy.backends.views import FleetObserver, Kind, ModelStatus, UnloadReport
+from proxy.clock import Clock
+from proxy.errors import ErrorCode, ProxyError
+from proxy.metrics import Metrics
+from proxy.types import AdminState, BackendKey, Cause, EngineInfo, ModelState, Snapshot
+from proxy.upstream import Upstream
+
+LET_GO_S: Final = 0.3
+"""How long requests of a stopped backend have to write their error event before sockets are cut."""
+REMOTE_LOST_POLLS: Final = 3
+
+_log = logs.get("backends")
+_T = TypeVar("_T")
+_P = ParamSpec("_P")
+
+
+@dataclass(frozen=True, slots=True)
+class _Live:
+    """The ready backend of one generation."""
+
+    key: BackendKey
+    running: Running
+    mirror: Mirror
+
+
+class ModelRunner:
+    """Owner of one model's life. All methods belong to the event loop's thread."""
+
+    def __init__(self, recipe: Recipe, *, metrics: Metrics, clock: Clock, observer: FleetObserver) -> None:
+        self.name: Final = recipe.name
+        self.kind: Final = Kind.REMOTE if recipe.model.url is not None else Kind.PROCESS
+        self._recipe = recipe
+        self._model = recipe.model
+        self._metrics = metrics
+        self._clock = clock
+        self._observer = observer
+        self._life = Life()
+        self._since = clock()
+        self._live: _Live | None = None
+        self._progress: Progress | None = None
+        self._last_process: EngineProcess | None = None
+        self._job: asyncio.Future[EngineInfo] | None = None
+        self._attempt: asyncio.Task[Running | None] | None = None
+        self._stopper: asyncio.Task[StopReport | None] | None = None
+        self._watcher: asyncio.Task[None] | None = None
+        self._grace_s = recipe.model.stop.grace_s
+        self._events: deque[Event] = deque()
+        self._stepping = False
+        self._loss: ProxyError | None = None
+        self._last_error = ""
+        self._tell_state()
+
+    # -- asked from outside -----------------------------------------------------------------------------
+
+    def ask(self, cause: Cause) -> "asyncio.Future[EngineInfo]":
+        """Make sure a load is under way; the future is everyone's (await it shielded)."""
+        if self._job is None or self._job.done():
+            self._job = asyncio.get_running_loop().create_future()
+            # a load that nobody awaits may fail: the observer is told anyway
+            self._job.add_done_callback(lambda job: job.cancelled() or job.exception())
+        job = self._job
+        self._post(LoadAsked(cause))
+        if self._live is not None and self._life.operational is ModelState.READY and not job.done():
+            job.set_result(self._live.running.info)
+        return job
+
+    async def unload(self, *, deadline_s: float, force: bool, cause: Cause, grace_s: float) -> UnloadReport:
+        """Stop the model; see `Fleet.unload`."""
+        began, before = self._clock(), self._life.operational
+        admin = self._life.admin
+        if force:
+            cut = self._exchanges
+        else:
+            if admin is AdminState.ENABLED:
+                self.set_admin(AdminState.DRAINING, "unloading")
+            cut = await self._drained(deadline_s)
+        self._grace_s = grace_s
+        self._post(StopAsked(cause))
+        running = self._stopper is not None and not self._stopper.done()
+        report = await asyncio.shield(self._stopper) if self._stopper is not None and running else None
+        if not force and admin is AdminState.ENABLED and self._life.admin is AdminState.DRAINING:
+            self.set_admin(AdminState.ENABLED, "")
+        seconds = self._clock() - began
+        self._metrics.unload_seconds.labels(self.name, str(force).lower()).observe(seconds)
+        done = report or StopReport(None, ())
+        return UnloadReport(self.name, before, force, cut, done.code, done.signals, done.left, seconds)
+
+    def set_admin(self, admin: AdminState, reason: str) -> None:
+        """Change the administrative axis."""
+        self._post(AdminSet(admin, reason))
+
+    async def close(self) -> None:
+        """Await every task this model still owns (after `unload`)."""
+        tasks = [t for t in (self._attempt, self._watcher, self._stopper) if t is not None]
+        if tasks:
+            await asyncio.wait(tasks)
+
+    # -- read side --------------------------------------------------------------------------------------
+
+    @property
+    def key(self) -> BackendKey | None:
+        """The ready generation's key, None when there is none."""
+        return self._live.key if self._live and self._life.operational is ModelState.READY else None
+
+    def upstream(self, key: BackendKey) -> Upstream:
+        """Return the way to this generation; a dead end when it is not the present one."""
+        if self._live is not None and self.key == key:
+            return self._live.running.client
+        return DeadUpstream(f"backend generation {key.generation} of model {self.name!r} is gone")
+
+    def poke(self, key: BackendKey) -> None:
+        """Poll `/slots` now; a stale key changes nothing."""
+        if self._live is not None and self._live.key == key:
+            self._live.mirror.poke()
+
+    def snapshot(self) -> Snapshot | None:
+        """Return the newest snapshot of the ready generation."""
+        return self._live.mirror.latest if self._live and self.key else None
+
+    def log_tail(self, lines: int) -> list[str]:
+        """Return the last lines of the present or last process."""
+        process = (self._progress.process if self._progress else None) or self._last_process
+        return process.tail.lines(lines) if process else []
+
+    def status(self) -> ModelStatus:
+        """Return the whole state at this instant."""
+        running = self._live.running if self._live else None
+        progress = self._progress
+        process = running.process if running else progress.process if progress else None
+        return ModelStatus(
+            model=self.name,
+            kind=self.kind,
+            state=self._life.operational,
+            admin=self._life.admin,
+            reason=self._life.reason,
+            cause=self._life.cause,
+            generation=self._life.generation,
+            since=self._since,
+            stage=progress.stage if progress else None,
+            pid=process.pid if process and process.code is None else None,
+            port=running.port if running else progress.port if progress else None,
+            info=running.info if running else None,
+            identity=running.identity if running else "",
+            exchanges=self._exchanges,
+            last_error=self._last_error,
+        )
+
+    @property
+    def _client(self) -> EngineClient | None:
+        return self._live.running.client if self._live else None
+
+    @property
+    def _exchanges(self) -> int:
+        return self._client.exchanges if self._client else 0
+
+    # -- the machine ------------------------------------------------------------------------------------
+
+    def _post(self, event: Event) -> None:
+        """Take an event; one that comes while effects are performed waits for its turn."""
+        self._events.append(event)
+        if self._stepping:
+            return
+        self._stepping = True
+        try:
+            while self._events:
+                self._life, effects = step(self._life, self._events.popleft())
+                for effect in effects:
+                    self._perform(effect)
+        finally:
+            self._stepping = False
+
+    def _perform(self, effect: Effect) -> None:
+        match effect:
+            case Moved():
+                self._tell_move(effect)
+            case StartEngine():
+                self._progress = Progress(on_started=lambda: self._post(Started(effect.generation)))
+                self._attempt = self._task(self._load(effect.generation, self._progress), "load")
+            case StopEngine():
+                error = self._gone(effect.cause)
+                if self._live is not None and effect.was_ready:
+                    self._tell(self._observer.on_down, self._live.key, error)
+                self._fail_job(error)
+                self._stopper = self._task(self._stop(effect, error), "stop")
+            case EngineLost():
+                self._lost()
+            case LoadRefused():
+                blocked = effect.admin is AdminState.BLOCKED
+                code = ErrorCode.GATE_BLOCKED if blocked else ErrorCode.MODEL_DRAINING
+                why = f": {effect.reason}" if effect.reason else ""
+                self._fail_job(ProxyError(code, f"model {self.name!r} is {effect.admin.value}{why}"))
+            case _:
+                assert_never(effect)
+
+    async def _load(self, generation: int, progress: Progress) -> Running | None:
+        """Bring the backend up. Returns it when it came too late: a stop is waiting to clear it away."""
+        began, limit = self._clock(), self._model.budgets.load_timeout_s
+        error: ProxyError | None = None
+        running: Running | None = None
+        try:
+            async with asyncio.timeout(limit):
+                running = await bring_up(self._recipe, progress)
+        except ProxyError as failed:
+            error = failed
+        except TimeoutError:
+            words = progress.process.tail.words() if progress.process else ""
+            error = ProxyError(
+                ErrorCode.LOAD_TIMEOUT,
+                f"model {self.name!r} was not ready within load_timeout_s = {limit:g} s"
+                f" (stage {progress.stage.value}){': ' + words if words else ''}",
+            )
+        except Exception as failed:
+            _log.exception("load failed", model=self.name, generation=generation)
+            error = ProxyError(
+                ErrorCode.MODEL_LOAD_FAILED, f"model {self.name!r} could not be loaded: {failed}"
+            )
+        finally:
+            self._last_process = progress.process or self._last_process
+            self._progress = None
+        if generation != self._life.generation:
+            return running
+        outcome = "failed" if error else "ready"
+        self._metrics.load_seconds.labels(self.name, outcome).observe(self._clock() - began)
+        if running is None:
+            error = error or ProxyError(
+                ErrorCode.MODEL_LOAD_FAILED, f"model {self.name!r} could not be loaded"
+            )
+            self._last_error = error.message
+            if error.code is ErrorCode.IDENTITY_MISMATCH:
+                self._metrics.identity_mismatch.labels(self.name).inc()
+            self._post(LoadFailed(generation))
+            self._fail_job(error)
+            return None
+        self._arrived(generation, running)
+        return None
+
+    def _arrived(self, generation: int, running: Running) -> None:
+        key = BackendKey(self.name, self.kind.value, generation)
+        client, remote = running.client, running.process is None
+        mirror = Mirror(
+            key,
+            lambda since: probes.slots(client, since),
+            clock=self._clock,
+            metrics=self._metrics,
+            on_snapshot=lambda snapshot: self._tell(self._observer.on_snapshot, snapshot),
+            on_failed_polls=self._remote_trouble if remote else None,
+            engine_is_ours=not remote,
+        )
+        self._live = _Live(key, running, mirror)
+        self._last_error = ""
+        self._post(BecameReady(generation))
+        self._tell(self._observer.on_ready, key, running.info)
+        mirror.start()
+        if running.process is not None:
+            self._watcher = self._task(self._watch(key, running.process), "watch")
+        if self._job is not None and not self._job.done():
+            self._job.set_result(running.info)
+
+    async def _watch(self, key: BackendKey, process: EngineProcess) -> None:
+        """Wait for the end of a ready process; an expected one is the stop's business."""
+        code = await process.exited()
+        if self.key != key:
+            return
+        words = process.tail.words()
+        self._metrics.crashes.labels(self.name).inc()
+        self._loss = ProxyError(
+            ErrorCode.UPSTREAM_ERROR,
+            f"the engine of model {self.name!r} {describe_exit(code)} unexpectedly{': ' + words if words else ''}",
+        )
+        self._post(Exited(key.generation))
+
+    def _remote_trouble(self, failed: int, error: ProbeError) -> None:
+        live = self._live
+        if live is not None and failed >= REMOTE_LOST_POLLS and self.key == live.key:
+            self._loss = ProxyError(
+                ErrorCode.UPSTREAM_ERROR,
+                f"the remote engine of model {self.name!r} does not answer any more: {error}",
+            )
+            self._post(Exited(live.key.generation))
+
+    def _lost(self) -> None:
+        """The ready backend ended by itself: tell at once, then clear away."""
+        live, self._live = self._live, None
+        if live is None:
+            return
+        error, self._loss = self._loss or ProxyError(ErrorCode.UPSTREAM_ERROR, "the engine ended"), None
+        self._last_error = error.message
+        _log.error("engine lost", model=self.name, generation=live.key.generation, error=error.message)
+        self._tell(self._observer.on_down, live.key, error)
+        self._stopper = self._task(self._clear(live, error), "clear")
+
+    async def _clear(self, live: _Live, error: ProxyError) -> StopReport | None:
+        await live.mirror.stop()
+        await live.running.client.close(error.message)
+        return await live.running.process.kill() if live.running.process is not None else None
+
+    async def _stop(self, effect: StopEngine, error: ProxyError) -> StopReport | None:
+        """Close sockets first: llama-server does not end while a client stays connected to it."""
+        live, attempt, progress = self._live, self._attempt, self._progress
+        report: StopReport | None = None
+        if live is not None and effect.was_ready:
+            await live.mirror.stop()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LET_GO_S):
+                    await live.running.client.idle()
+            await live.running.client.close(error.message)
+            if live.running.process is not None:
+                report = await live.running.process.stop(self._grace_s)
+        elif attempt is not None:
+            attempt.cancel()
+            await asyncio.wait((attempt,))
+            late = None if attempt.cancelled() else attempt.result()
+            if late is not None:
+                await late.client.close(error.message)
+            if progress is not None and progress.process is not None:
+                report = await progress.process.kill()
+        self._live = None
+        if report is not None and report.left:
+            _log.error("processes survived a kill", model=self.name, pids=list(report.left))
+        self._post(Stopped(effect.generation))
+        if self._life.operational is ModelState.UNLOADED and self._job is not None and not self._job.done():
+            self._fail_job(error)
+        return report
+
+    async def _drained(self, deadline_s: float) -> int:
+        """Wait until no exchange is open; return how many still are at the deadline."""
+        client = self._client
+        if client is not None and self.key is not None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(deadline_s):
+                    await client.idle()
+        return self._exchanges
+
+    def _gone(self, cause: Cause) -> ProxyError:
+        if cause is Cause.SHUTDOWN:
+            return ProxyError(ErrorCode.SHUTTING_DOWN, "the proxy is shutting down")
+        if cause is Cause.WEDGE:
+            return ProxyError(
+                ErrorCode.UPSTREAM_WEDGED, f"the engine of model {self.name!r} made no progress"
+            )
+        return ProxyError(ErrorCode.MODEL_UNLOADED, f"model {self.name!r} was unloaded ({cause.value})")
+
+    def _fail_job(self, error: ProxyError) -> None:
+        """Tell everyone who waits for a load, if there is one."""
+        job = self._job
+        if job is None or job.done():
+            return
+        job.set_exception(error)
+        _log.warning("load failed", model=self.name, code=error.code.value, error=error.message)
+        self._tell(self._observer.on_load_failed, self.name, error)
+
+    def _tell_move(self, moved: Moved) -> None:
+        self._since = self._clock()
+        before, after, cause = moved.before.value, moved.after.value, moved.cause.value
+        self._metrics.model_transitions.labels(self.name, before, after, cause).inc()
+        self._tell_state()
+        _log.info(
+            "model state",
+            model=self.name,
+            before=before,
+            after=after,
+            cause=cause,
+            generation=self._life.generation,
+        )
+        self._tell(self._observer.on_state, self.name, moved.before, moved.after, moved.cause)
+
+    def _tell_state(self) -> None:
+        for state in ModelState:
+            self._metrics.model_state.labels(self.name, state.value).set(state is self._life.operational)
+
+    def _tell(self, hear: Callable[_P, None], *args: _P.args, **kwargs: _P.kwargs) -> None:
+        """Call the observer; its failure must not stop the machine half way."""
+        try:
+            hear(*args, **kwargs)
+        except Exception:
+            _log.exception("an observer failed", model=self.name, call=getattr(hear, "__name__", "?"))
+
+    def _task(self, work: Coroutine[Any, Any, _T], what: str) -> asyncio.Task[_T]:
+        task = asyncio.create_task(work, name=f"{what}:{self.name}:{self._life.generation}")
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.error("a task failed", task=task.get_name(), exc_info=error)

@@ -1,0 +1,20 @@
+"""The `llama-proxy` command: groups and what they share."""
+
+import click
+
+from proxy import __version__
+from proxy.cli.config import config, init
+from proxy.cli.engine import engine
+from proxy.cli.serve import serve
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(__version__, prog_name="llama-proxy")
+def cli() -> None:
+    """One OpenAI-compatible port in front of phase-aware llama-server processes."""
+
+
+cli.add_command(serve)
+cli.add_command(init)
+cli.add_command(config)
+cli.add_command(engine)

@@ -1,0 +1,127 @@
+"""`llama-proxy serve`: make sure there is an engine and a model, then serve."""
+
+import asyncio
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+
+from proxy import logs
+from proxy.app import EngineBinary, Engines, Listening, with_overrides
+from proxy.app import serve as serve_app
+from proxy.cli.config import config_path, load_or_exit
+from proxy.cli.progress import ConsoleProgress
+from proxy.engine import BuildOptions, EngineToolError, ensure_demo_model, ensure_engine
+from proxy.settings import ConfigError, Model, Settings, check_bind
+
+DEMO_NAME = "smollm2-135m-instruct"
+DEMO_ARGS = ("-np", "4", "-b", "512", "-c", "8192")
+
+
+@click.command()
+@click.option("--config", "config_file", type=click.Path(path_type=Path), help="Configuration file (YAML).")
+@click.option(
+    "--model", "model_file", type=click.Path(path_type=Path), help="Serve this GGUF, without a configuration."
+)
+@click.option("--alias", help="A second name for --model.")
+@click.option("--engine", help="A llama-server file or folder to use instead of building one.")
+@click.option("--cuda", is_flag=True, help="Build the engine for CUDA.")
+@click.option("--host", help="Address to listen on.")
+@click.option("--port", type=click.IntRange(0, 65535), help="Port to listen on; 0 takes a free one.")
+def serve(
+    config_file: Path | None,
+    model_file: Path | None,
+    alias: str | None,
+    engine: str | None,
+    cuda: bool,
+    host: str | None,
+    port: int | None,
+) -> None:
+    """Serve models on one OpenAI-compatible port.
+
+    Without a configuration and without --model a small demo model is fetched and served. Models load on
+    their first request. Ctrl-C drains and stops; a second Ctrl-C cuts.
+    """
+    if model_file is not None and config_file is not None:
+        raise click.UsageError(
+            "--model and --config exclude each other; put the model into the configuration"
+        )
+    if alias is not None and model_file is None:
+        raise click.UsageError("--alias needs --model")
+    settings = load_or_exit(None if model_file is not None else config_path(config_file))
+    logs.configure(settings.server.log_level, settings.server.log_format)
+    try:
+        settings = check_bind(with_overrides(settings, host=host, port=port, engine=_engine_path(engine)))
+        settings, default = _prepared(settings, model_file, alias, cuda=cuda)
+    except EngineToolError as error:
+        click.secho(error.message, fg="red", err=True)
+        sys.exit(int(error.exit_code))
+    except ConfigError as error:
+        click.secho(str(error), fg="red", err=True)
+        sys.exit(2)
+    try:
+        _run(settings, Engines(settings, default))
+    except OSError as error:
+        where = f"{settings.server.host}:{settings.server.port}"
+        click.secho(
+            f"cannot listen on {where}: {error.strerror or error}; choose another --port", fg="red", err=True
+        )
+        sys.exit(1)
+
+
+def _engine_path(text: str | None) -> str | None:
+    """Check a given engine before anything slow begins."""
+    if text is None:
+        return None
+    path = Path(text).expanduser().absolute()
+    if not path.exists():
+        raise click.BadParameter(f"{path} does not exist", param_hint="--engine")
+    return str(path)
+
+
+def _prepared(
+    settings: Settings, model_file: Path | None, alias: str | None, *, cuda: bool
+) -> tuple[Settings, EngineBinary | None]:
+    """Return settings with at least one model, and the built engine where one is needed."""
+    with ConsoleProgress() as progress:
+        default = None
+        if settings.engine.dir == "auto" and _needs_engine(settings, model_file):
+            paths = ensure_engine(BuildOptions(cuda=cuda), progress)
+            default = EngineBinary(path=paths.server, patched=True, dir=paths.dir)
+        if model_file is not None:
+            path = model_file.expanduser().absolute()
+            if not path.is_file():
+                raise ConfigError(f"--model: {model_file} does not exist")
+            models = {path.stem: Model(path=path, aliases=(alias,) if alias and alias != path.stem else ())}
+            settings = settings.model_copy(update={"models": models})
+        elif not settings.models:
+            path = ensure_demo_model(progress)
+            text = "Demo model: tiny, often wrong, here to see things move."
+            model = Model(path=path, args=DEMO_ARGS, aliases=("default",), description=text)
+            settings = settings.model_copy(update={"models": {DEMO_NAME: model}})
+    return settings, default
+
+
+def _needs_engine(settings: Settings, model_file: Path | None) -> bool:
+    models = settings.models.values()
+    ours = any(m.engine is None and (m.path is not None or (m.cmd and "${ENGINE}" in m.cmd)) for m in models)
+    return model_file is not None or not settings.models or ours
+
+
+def _run(settings: Settings, engines: Engines) -> None:
+    def told(where: Listening) -> None:
+        if sys.stderr.isatty():
+            names = ", ".join(settings.models)
+            click.secho(f"\nllama-proxy is ready: {where.url}/v1   models: {names}\n", fg="green", err=True)
+
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        runner.run(serve_app(settings, engines, told))
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    try:
+        import uvloop  # noqa: PLC0415 - optional: not on every platform
+    except ImportError:
+        return None
+    return uvloop.new_event_loop

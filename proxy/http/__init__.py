@@ -1,0 +1,1 @@
+"""The HTTP surface: routes, dialects, forwarding, operator API."""

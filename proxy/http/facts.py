@@ -1,0 +1,175 @@
+"""What a request's body says: model, stream, tasks. Pure; the bytes themselves pass on unchanged.
+
+One exception: a top-level `id_slot` is taken out, because a client that pins slots defeats admission.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+import orjson
+
+from proxy.admission import Work, count_work
+from proxy.errors import ErrorCode, ProxyError
+from proxy.http.endpoints import Endpoint, Media
+
+_BOUNDARY: Final = re.compile(r';\s*boundary=(?:"([^"]{1,70})"|([^\s;"]{1,70}))', re.IGNORECASE)
+_DISPOSITION: Final = re.compile(
+    rb'^content-disposition:[^\r\n]*?[;\s]name=(?:"([^"\r\n]*)"|([^\s;\r\n]+))', re.IGNORECASE | re.MULTILINE
+)
+_SMALL_FIELD: Final = 1024
+_CARRIED: Final = frozenset({b"model", b"stream"})
+
+
+class Body:
+    """The bytes for the engine, taken out once: nobody else may keep them for as long as a stream runs."""
+
+    __slots__ = ("_data", "size")
+
+    def __init__(self, data: bytes) -> None:
+        self._data: bytes | None = data
+        self.size = len(data)
+
+    def take(self) -> bytes:
+        """Return the bytes and let go of them."""
+        data, self._data = self._data, None
+        if data is None:
+            raise RuntimeError("the body was taken before")
+        return data
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What forwarding needs to know. `model` is as the client wrote it, None when it did not.
+
+    `body` is what goes to the engine.
+    """
+
+    model: str | None
+    stream: bool
+    work: Work
+    body: Body
+
+    @property
+    def prompts(self) -> int:
+        """Number of different prompts."""
+        return max(1, self.work.tasks // max(1, self.work.n))
+
+
+def media_of(content_type: str | None, endpoint: Endpoint) -> Media:
+    """Return how to read the body, or raise 415.
+
+    A missing content type is taken for JSON. Form posts and plain text, which a foreign web page
+    could send without asking, are not.
+    """
+    kind = (content_type or "application/json").partition(";")[0].strip().lower()
+    if endpoint.media is Media.FORM and kind == "multipart/form-data":
+        return Media.FORM
+    if endpoint.media is Media.JSON and (kind == "application/json" or kind.endswith("+json")):
+        return Media.JSON
+    wanted = "multipart/form-data" if endpoint.media is Media.FORM else "application/json"
+    raise ProxyError(
+        ErrorCode.UNSUPPORTED_MEDIA_TYPE, f"Content-Type {kind!r} is not accepted here: send {wanted}"
+    )
+
+
+def parse(data: bytes) -> dict[str, Any]:
+    """Return the body's JSON object, or raise 400 with the place of the mistake."""
+    if not data:
+        raise ProxyError(ErrorCode.INVALID_JSON, "the body is empty: a JSON object is expected")
+    try:
+        value = orjson.loads(data)
+    except orjson.JSONDecodeError as error:
+        raise ProxyError(
+            ErrorCode.INVALID_JSON,
+            f"the body is not valid JSON: {error.msg} (line {error.lineno}, column {error.colno}, "
+            f"character {error.pos})",
+        ) from None
+    if not isinstance(value, dict):
+        raise ProxyError(
+            ErrorCode.INVALID_REQUEST, f"the body must be a JSON object, not {_json_type(value)}"
+        )
+    return value
+
+
+def json_facts(endpoint: Endpoint, data: bytes) -> Facts:
+    """Read the facts out of a JSON body."""
+    body = parse(data)
+    model = body.get("model")
+    if model is not None and not isinstance(model, str):
+        raise _wrong_type("model", "a string", model)
+    stream = body.get("stream")
+    if endpoint.shape is not None and stream is not None and not isinstance(stream, bool):
+        raise _wrong_type("stream", "true or false", stream)
+    if "id_slot" in body:
+        del body["id_slot"]
+        data = orjson.dumps(body)
+    return Facts(
+        model=model or None,
+        stream=endpoint.shape is not None and stream is True,
+        work=count_work(endpoint.name, body),
+        body=Body(data),
+    )
+
+
+def form_facts(endpoint: Endpoint, data: bytes, content_type: str) -> Facts:
+    """Read the facts out of a multipart form without touching its bytes."""
+    match = _BOUNDARY.search(content_type)
+    if match is None:
+        raise ProxyError(ErrorCode.INVALID_REQUEST, "Content-Type multipart/form-data without a boundary")
+    fields = dict(_fields(data, (match[1] or match[2]).encode("latin-1", "replace")))
+    model = fields.get(b"model", b"").decode("utf-8", "replace").strip()
+    stream = fields.get(b"stream", b"").strip().lower()
+    if stream not in {b"", b"true", b"false", b"1", b"0"}:
+        raise ProxyError(
+            ErrorCode.INVALID_REQUEST, "the form field 'stream' must be true or false", param="stream"
+        )
+    return Facts(model or None, stream in {b"true", b"1"}, count_work(endpoint.name, None), Body(data))
+
+
+def _fields(data: bytes, boundary: bytes) -> Iterator[tuple[bytes, bytes]]:
+    """Yield name and value of the small fields we care for (RFC 7578), skipping over files."""
+    mark = b"--" + boundary
+    at = 0 if data.startswith(mark) else data.find(b"\r\n" + mark) + 2
+    if at < 2 and not data.startswith(mark):
+        raise ProxyError(
+            ErrorCode.INVALID_REQUEST, "the multipart body does not contain its boundary (see Content-Type)"
+        )
+    while True:
+        head = at + len(mark)
+        if data[head : head + 2] == b"--":
+            return
+        body = data.find(b"\r\n\r\n", head)
+        end = data.find(b"\r\n" + mark, body if body >= 0 else head)
+        if body < 0 or end < 0:
+            raise ProxyError(
+                ErrorCode.INVALID_REQUEST, "the multipart body is cut: its last boundary is missing"
+            )
+        found = _DISPOSITION.search(data, head, body + 2)
+        name = (found[1] or found[2] or b"") if found else b""
+        if name in _CARRIED and end - body <= _SMALL_FIELD:
+            yield name, data[body + 4 : end]
+        at = end + 2
+
+
+def _wrong_type(field: str, wanted: str, value: object) -> ProxyError:
+    return ProxyError(
+        ErrorCode.INVALID_REQUEST, f"'{field}' must be {wanted}, not {_json_type(value)}", param=field
+    )
+
+
+def _json_type(value: object) -> str:
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "a boolean"
+        case int() | float():
+            return "a number"
+        case str():
+            return "a string"
+        case list():
+            return "an array"
+        case _:
+            return "an object"

@@ -1,0 +1,327 @@
+"""One inference request from its parsed body to the end of its response.
+
+Order of life: submit, wait for the grant, open the upstream exchange, pump, release. Whatever ends it
+(client, engine, operator, budget), the upstream socket is closed at once and the ticket is released
+exactly once, in that order.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from typing import Any, Final
+
+from aiohttp import web
+
+from proxy.admission import Grant, Mirror, Ticket, TicketSpec, outcome_of
+from proxy.errors import ErrorCode, ProxyError
+from proxy.headers import to_engine
+from proxy.http.accounts import CLIENT_GONE
+from proxy.http.budgets import Meter, Seen, Sweeper, expired
+from proxy.http.call import Call, Caller
+from proxy.http.cut import Cut, fresh
+from proxy.http.endpoints import Endpoint
+from proxy.http.facts import Facts
+from proxy.http.ports import HttpContext
+from proxy.http.pump import EventSink, Passage, PlainSink
+from proxy.http.render import engine_error_event
+from proxy.http.reply import Reply
+from proxy.settings import Budgets
+from proxy.sse import Ending
+from proxy.types import Outcome, TicketState
+from proxy.upstream import Exchange, Head, Upstream, UpstreamDied, UpstreamRequest
+
+ERROR_BODY_LIMIT: Final = 256 * 1024
+CAUSE_WAIT_S: Final = 0.2
+"""How long a dead socket waits for the news of why (the process's exit status, an operator's order)."""
+CLOSE_WAIT_S: Final = 5.0
+"""How long an abandoned opening may take to let go of its socket."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is to be sent where, for whom.
+
+    `target` is the origin-form path with its query, as received. `limits` are the model's own unless
+    given. `may_load` is false for reads that must not start a model.
+    """
+
+    caller: Caller
+    endpoint: Endpoint
+    facts: Facts
+    target: str
+    limits: Budgets | None = None
+    may_load: bool = True
+
+
+class Flight:
+    """One request in flight. Used once."""
+
+    def __init__(
+        self, ctx: HttpContext, sweeper: Sweeper, request: web.Request, call: Call, plan: Plan
+    ) -> None:
+        self._ctx, self._sweeper, self._request, self._call = ctx, sweeper, request, call
+        self._plan, self._facts = plan, plan.facts
+        self._reply = Reply(request, call)
+        self._cut = Cut()
+        self._limits = plan.limits or ctx.catalog.model(call.model).budgets
+        self._meter = Meter(self._limits, ctx.clock())
+        off = request.headers.get("x-keepalive", "").strip().lower() == "off"
+        self._keepalive_s = None if off or not plan.facts.stream else ctx.settings.admission.keepalive_s
+        self._ticket: Ticket | None = None
+        self._exchange: Exchange | None = None
+        self._sink: EventSink | PlainSink | None = None
+        self._grant: Grant | None = None
+        self._opening = False
+        self._complete = False
+        self._refused = ""
+        self._comment: asyncio.Task[None] | None = None
+
+    async def run(self) -> web.StreamResponse:
+        """Serve the request; raises `ProxyError` while nothing was sent."""
+        call = self._call
+        began = self._ctx.clock()
+        ticket = self._ctx.admission.submit(self._spec())
+        call.submitted = self._ctx.clock()
+        self._ctx.metrics.overhead.labels("admit").observe(call.submitted - began)
+        self._ticket, call.ticket = ticket, ticket.id
+        ticket.ended.add_done_callback(self._cut.on_ended)
+        unwatch = self._sweeper.add(self)
+        outcome, code = Outcome.CANCELLED, CLIENT_GONE
+        try:
+            async with self._cut:
+                await self._serve(ticket)
+            outcome, code = Outcome.FAILED if self._refused else Outcome.COMPLETED, self._refused
+        except ProxyError as error:
+            outcome, code = outcome_of(error.code), error.code.value
+            self._close()
+            if not self._reply.started:
+                raise
+            await self._tell(error)
+        except ConnectionError:
+            # the client's side: upstream failures arrive as UpstreamDied
+            pass
+        except asyncio.CancelledError:
+            raise
+        except BaseException:
+            outcome, code = Outcome.FAILED, ErrorCode.INTERNAL_ERROR.value
+            if self._reply.started:
+                self._reply.abort()
+            raise
+        finally:
+            unwatch()
+            ticket.ended.remove_done_callback(self._cut.on_ended)
+            self._close()
+            if self._comment is not None:
+                self._comment.cancel()
+            call.outcome, call.code = outcome, code
+            call.reason = str(ticket.reason or "")
+            call.cohort = ticket.cohort if ticket.cohort is not None else call.cohort
+            ticket.release(outcome, code, upstream_open=self._opening and not self._complete)
+        return self._answer()
+
+    def sweep(self, now: float) -> None:
+        """Check the budgets, and keep a silent started stream alive (called by the sweeper)."""
+        ticket, call, sink = self._ticket, self._call, self._sink
+        if ticket is None:
+            return
+        code = self._meter.step(
+            Seen(
+                now=now,
+                began=call.body_done,
+                opened=call.opened,
+                first=call.first,
+                last=call.last,
+                stream=self._facts.stream,
+                state=ticket.state,
+                mirrored=self._mirrored(),
+                blocked=sink is not None and sink.blocked,
+            )
+        )
+        if code is not None:
+            self._cut.fire(expired(code, self._limits))
+            return
+        if self._keepalive_s is None or not isinstance(sink, EventSink) or sink.blocked:
+            return
+        if self._comment is not None and not self._comment.done():
+            return
+        if now - self._reply.last_write >= self._keepalive_s and sink.on_boundary:
+            self._reply.last_write = now
+            self._comment = asyncio.ensure_future(self._comment_now(_waiting(ticket)))
+
+    # --- phases -------------------------------------------------------------------------------------
+
+    def _spec(self) -> TicketSpec:
+        call, facts, caller = self._call, self._facts, self._plan.caller
+        return TicketSpec(
+            id=call.id.tag,
+            model=call.model,
+            key=caller.key,
+            priority=caller.rank,
+            priority_name=caller.priority,
+            tasks=facts.work.tasks,
+            stream=facts.stream,
+            body_bytes=facts.body.size,
+            endpoint=call.endpoint,
+            max_queue=caller.max_queue,
+            n=facts.work.n,
+            may_load=self._plan.may_load,
+        )
+
+    async def _serve(self, ticket: Ticket) -> None:
+        call = self._call
+        grant = await self._granted(ticket)
+        self._grant = grant
+        call.granted = self._ctx.clock()
+        call.backend, call.generation, call.cohort = grant.key.backend, grant.key.generation, grant.cohort
+        request = UpstreamRequest(
+            method=self._request.method,
+            target=self._plan.target,
+            headers=to_engine(tuple(self._request.headers.items()), tag=grant.tag, gather_ms=grant.gather_ms),
+            body=self._facts.body.take(),
+        )
+        self._opening = True
+        call.opened = self._ctx.clock()
+        try:
+            opening = _open(self._ctx.upstream(grant.key), request)
+            del request
+            self._exchange = exchange = await self._while_alive(opening, ticket)
+            del opening
+            call.head = self._ctx.clock()
+            await self._pump(exchange, ticket)
+        except UpstreamDied as died:
+            raise await self._cause(died, ticket) from died
+
+    async def _granted(self, ticket: Ticket) -> Grant:
+        if self._keepalive_s is None:
+            return await ticket.granted()
+        while True:
+            grant = await ticket.granted(self._keepalive_s)
+            if grant is not None:
+                return grant
+            await self._reply.keepalive(_waiting(ticket))
+
+    async def _while_alive(self, opening: Coroutine[Any, Any, Exchange], ticket: Ticket) -> Exchange:
+        """Wait for the response head, with a comment every `keepalive_s` when the client takes them."""
+        if self._keepalive_s is None:
+            return await opening
+        task = asyncio.ensure_future(opening)
+        try:
+            while not (await asyncio.wait({task}, timeout=self._keepalive_s))[0]:
+                await self._reply.keepalive(_waiting(ticket))
+            return task.result()
+        except BaseException:
+            await _abandon(task)
+            raise
+
+    async def _pump(self, exchange: Exchange, ticket: Ticket) -> None:
+        head, reply, call, ctx = exchange.head, self._reply, self._call, self._ctx
+        shape = self._plan.endpoint.shape
+        if shape is not None and head.status == 200 and _is_events(head):
+            await reply.begin_sse(head)
+            events = EventSink(
+                Passage(reply, call, ticket, self._facts.prompts), shape, ctx.metrics, ctx.clock
+            )
+            reply.last_write = ctx.clock()
+            self._sink = events
+            await exchange.attach(events)
+            self._complete = True
+            match await events.finish():
+                case Ending.WHOLE:
+                    pass
+                case Ending.ERROR:
+                    self._refused = "engine_error"
+                case Ending.CUT:
+                    raise UpstreamDied("it ended the stream without finishing it", before_head=False)
+        elif reply.started:
+            # the stream began as a keep-alive; what the engine says instead becomes its last event
+            body = await exchange.read(ERROR_BODY_LIMIT)
+            self._complete = True
+            self._refused = f"engine_{head.status}"
+            await reply.last_event(engine_error_event(head.status, body, call.dialect, call.id.shown))
+            return
+        else:
+            if head.status >= 400:
+                self._refused = f"engine_{head.status}"
+            await reply.begin_plain(head)
+            plain = PlainSink(Passage(reply, call, ticket, self._facts.prompts), ctx.clock)
+            self._sink = plain
+            await exchange.attach(plain)
+            self._complete = True
+            plain.finish()
+        await reply.finish()
+
+    # --- ends ---------------------------------------------------------------------------------------
+
+    def _close(self) -> None:
+        if self._exchange is not None:
+            self._exchange.close()
+
+    async def _tell(self, error: ProxyError) -> None:
+        on_boundary = not isinstance(self._sink, EventSink) or self._sink.on_boundary
+        with contextlib.suppress(ConnectionError):
+            await self._reply.fail(error, on_boundary=on_boundary)
+
+    async def _cause(self, died: UpstreamDied, ticket: Ticket) -> ProxyError:
+        """Return why the exchange failed: what admission knows, else the bare fact."""
+        kind = "before_head" if died.before_head else "mid_body"
+        self._ctx.metrics.upstream_errors.labels(self._call.model, kind).inc()
+        await asyncio.wait({ticket.ended}, timeout=CAUSE_WAIT_S)
+        if ticket.ended.done() and not ticket.ended.cancelled():
+            return fresh(ticket.ended.result())
+        when = "before it answered" if died.before_head else "in the middle of its answer"
+        return ProxyError(
+            ErrorCode.UPSTREAM_ERROR,
+            f"the engine of {self._call.model!r} was lost {when}: {died}",
+        )
+
+    def _answer(self) -> web.StreamResponse:
+        if self._reply.response is not None:
+            return self._reply.response
+        # the client left before anything was sent; nobody will see this
+        return web.Response(status=499)
+
+    def _mirrored(self) -> bool:
+        if self._limits.first_token_timeout_s is None or self._grant is None:
+            return False
+        view = self._ctx.admission.view(self._call.model)
+        return any(b.key == self._grant.key and b.mirror is Mirror.NATIVE for b in view.backends)
+
+    async def _comment_now(self, text: str) -> None:
+        # when the client is gone, its own task learns that by itself
+        with contextlib.suppress(ConnectionError):
+            await self._reply.keepalive(text)
+
+
+async def _open(upstream: Upstream, request: UpstreamRequest) -> Exchange:
+    """Open an exchange; once more when a reused connection died before it gave a single byte.
+
+    The engine closes idle connections after 5 s or 100 requests; losing that race is nobody's fault.
+    """
+    try:
+        return await upstream.open(request)
+    except UpstreamDied as died:
+        if not (died.before_head and died.reused):
+            raise
+    return await upstream.open(request)
+
+
+async def _abandon(task: asyncio.Future[Exchange]) -> None:
+    """Cancel an opening and close what it may still have opened."""
+    task.cancel()
+    await asyncio.wait({task}, timeout=CLOSE_WAIT_S)
+    if task.done() and not task.cancelled() and task.exception() is None:
+        task.result().close()
+
+
+def _is_events(head: Head) -> bool:
+    return head.get("content-type").partition(";")[0].strip().lower() == "text/event-stream"
+
+
+def _waiting(ticket: Ticket) -> str:
+    """Return what a waiting client is told."""
+    state = ticket.state
+    if state is not TicketState.QUEUED:
+        return state.value
+    reason = f" reason={ticket.reason}" if ticket.reason is not None else ""
+    return f"queued position={ticket.position}{reason}"

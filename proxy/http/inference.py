@@ -1,0 +1,110 @@
+"""The handlers that reach an engine: inference paths, `/props`, `/slots`, `/upstream/…`."""
+
+from typing import Final
+
+from aiohttp import hdrs, web
+
+from proxy.admission import Work
+from proxy.errors import ErrorCode, ProxyError
+from proxy.http import body
+from proxy.http.auth import may_use
+from proxy.http.budgets import Sweeper
+from proxy.http.call import CALL, Call, Caller
+from proxy.http.endpoints import INFERENCE, Endpoint
+from proxy.http.facts import Body, Facts
+from proxy.http.forward import Flight, Plan
+from proxy.http.passage import operator_may, split
+from proxy.http.ports import HttpContext
+from proxy.settings import Budgets
+from proxy.types import ModelState
+
+READ_LIMITS: Final = Budgets(first_token_timeout_s=None, inter_token_timeout_s=None, total_timeout_s=30.0)
+"""Reads of an engine's state answer in milliseconds; whoever waits longer should be told."""
+_NAMES_SHOWN: Final = 10
+
+
+class Inference:
+    """Handlers bound to one application's context."""
+
+    def __init__(self, ctx: HttpContext, sweeper: Sweeper) -> None:
+        self._ctx = ctx
+        self._sweeper = sweeper
+        self._server = ctx.settings.server
+
+    async def infer(self, request: web.Request) -> web.StreamResponse:
+        """Serve a path of the inference table."""
+        return await self._infer(request, INFERENCE[request.path], request.raw_path, None)
+
+    async def read(self, request: web.Request) -> web.StreamResponse:
+        """Serve `GET /props` and `GET /slots`: of a ready model only, never loading one."""
+        call = request[CALL]
+        call.endpoint = request.path
+        return await self._engine(request, call, request.query.get("model"), request.raw_path, b"")
+
+    async def passage(self, request: web.Request) -> web.StreamResponse:
+        """Serve `/upstream/{model}/{path}`. What is no inference was checked to come from an operator."""
+        passed = split(request.raw_path)
+        if passed is not None:
+            endpoint = INFERENCE.get(passed.path)
+            if endpoint is not None and request.method == "POST":
+                return await self._infer(request, endpoint, passed.target, passed.model)
+            if operator_may(request.method, passed.path):
+                call = request[CALL]
+                call.endpoint = "/upstream"
+                data = await body.read(request, self._server)
+                return await self._engine(request, call, passed.model, passed.target, data)
+        raise ProxyError(
+            ErrorCode.NOT_FOUND,
+            f"{request.method} {request.path[:200]} leads to nothing an engine offers here",
+        )
+
+    async def _infer(
+        self, request: web.Request, endpoint: Endpoint, target: str, model: str | None
+    ) -> web.StreamResponse:
+        clock, call = self._ctx.clock, request[CALL]
+        call.endpoint = endpoint.name
+        facts = await body.read_facts(request, endpoint, self._server)
+        call.body_done = clock()
+        caller = self._choose(call, model or facts.model or request.query.get("model"))
+        call.stream, call.tasks, call.body_bytes = facts.stream, facts.work.tasks, facts.body.size
+        self._ctx.metrics.overhead.labels("parse").observe(clock() - call.body_done)
+        plan = Plan(caller, endpoint, facts, target)
+        return await Flight(self._ctx, self._sweeper, request, call, plan).run()
+
+    async def _engine(
+        self, request: web.Request, call: Call, model: str | None, target: str, data: bytes
+    ) -> web.StreamResponse:
+        call.body_done = self._ctx.clock()
+        caller = self._choose(call, model)
+        if request.method == hdrs.METH_HEAD:
+            # costs no capacity: answered from what is known
+            if self._ctx.models.state(call.model) is not ModelState.READY:
+                raise ProxyError(ErrorCode.NO_BACKEND, f"the model {call.model!r} is not loaded")
+            return web.Response(content_type="application/json")
+        facts = Facts(model, stream=False, work=Work(0), body=Body(data))
+        plan = Plan(caller, Endpoint(call.endpoint), facts, target, READ_LIMITS, may_load=False)
+        return await Flight(self._ctx, self._sweeper, request, call, plan).run()
+
+    def _choose(self, call: Call, name: str | None) -> Caller:
+        """Put the model's id into the record and return the caller that may use it."""
+        catalog, caller = self._ctx.catalog, call.caller
+        if caller is None:
+            raise RuntimeError("a handler ran before its caller was checked")
+        model = catalog.resolve(name) if name else catalog.only()
+        if model is None and not name:
+            known = ", ".join(catalog.ids()[:_NAMES_SHOWN]) or "none is configured"
+            raise ProxyError(
+                ErrorCode.INVALID_REQUEST, f"'model' is missing (models: {known})", param="model"
+            )
+        if model is None:
+            raise ProxyError(
+                ErrorCode.MODEL_NOT_FOUND, f"the model {name!r} does not exist; see /v1/models", param="model"
+            )
+        if not may_use(caller, model, catalog.model(model)):
+            raise ProxyError(
+                ErrorCode.PERMISSION_DENIED,
+                f"this key may not use the model {name or model!r}",
+                param="model",
+            )
+        call.model = model
+        return caller

@@ -1,0 +1,92 @@
+"""The application: every path of the HTTP surface and what stands around them."""
+
+from typing import Final
+
+from aiohttp import hdrs, web
+
+from proxy.errors import ErrorCode, ProxyError
+from proxy.headers import request_id
+from proxy.http import body
+from proxy.http.accounts import Accounts
+from proxy.http.auth import Gatekeeper
+from proxy.http.budgets import Sweeper
+from proxy.http.endpoints import INFERENCE, dialect_of
+from proxy.http.health import Health
+from proxy.http.inference import Inference
+from proxy.http.middleware import Entry
+from proxy.http.openai import ModelList
+from proxy.http.passage import PREFIX
+from proxy.http.ports import HttpContext
+from proxy.http.render import error_response
+
+KEEPER: Final = web.AppKey("keeper", Gatekeeper)
+"""The application's checks of callers, for handlers added by others."""
+
+
+def make_http(ctx: HttpContext) -> web.Application:
+    """Return the application; to be run by `proxy.http.server.ProxyRunner`."""
+    accounts = Accounts(ctx.metrics)
+    entry = Entry(ctx, accounts)
+    sweeper = Sweeper(ctx.clock)
+    limit = ctx.settings.server.max_body_bytes
+    app = web.Application(middlewares=[entry.middleware()], client_max_size=limit)
+    app[KEEPER] = entry.keeper
+    app.on_response_prepare.append(entry.decorate)
+
+    inference, models, health = Inference(ctx, sweeper), ModelList(ctx), Health(ctx)
+    expect = _Expect(limit).answer
+    route = app.router.add_route
+    get = app.router.add_get
+    for path in INFERENCE:
+        route(hdrs.METH_POST, path, inference.infer, expect_handler=expect)
+    for path in ("/props", "/slots"):
+        get(path, inference.read)
+    for method in (hdrs.METH_GET, hdrs.METH_POST):
+        route(method, PREFIX + "{rest:.*}", inference.passage, expect_handler=expect)
+    get("/v1/models", models.list)
+    get("/v1/models/{id:.+}", models.one)
+    for path in ("/health", "/v1/health"):
+        get(path, health.health)
+    get("/healthz", health.healthz)
+    get("/readyz", health.readyz)
+    get("/metrics", health.metrics)
+    get("/api/models", health.models)
+    get("/api/models/{id}", health.model)
+    get("/favicon.ico", health.favicon)
+
+    async def close(_app: web.Application) -> None:
+        sweeper.close()
+        accounts.flush()
+
+    app.on_cleanup.append(close)
+    return app
+
+
+class _Expect:
+    """The answer to `Expect`: no `100 Continue` for a body that would be refused anyway."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+
+    async def answer(self, request: web.Request) -> web.StreamResponse | None:
+        refused = self._refusal(request)
+        if refused is not None:
+            given = request_id(request.headers.get("x-request-id"))
+            response = error_response(refused, dialect_of(request.path), given.shown)
+            response.headers["x-request-id"] = given.shown
+            response.force_close()
+            return response
+        if request.version >= (1, 1):
+            await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            # as aiohttp does: nothing of the response itself has been sent
+            request.writer.output_size = 0
+        return None
+
+    def _refusal(self, request: web.Request) -> ProxyError | None:
+        if request.headers.get(hdrs.EXPECT, "").strip().lower() != "100-continue":
+            return ProxyError(ErrorCode.INVALID_REQUEST, "only Expect: 100-continue is understood")
+        try:
+            body.check_length(request, self._limit)
+        except ProxyError as error:
+            return error
+        return None

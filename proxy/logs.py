@@ -1,0 +1,49 @@
+"""Structured logs: JSON when standard error is not a terminal, readable lines when it is.
+
+One canonical line per request and one per transition; never a prompt, a completion or a key.
+"""
+
+import logging
+import sys
+from typing import Literal
+
+import structlog
+
+Log = structlog.typing.FilteringBoundLogger
+
+
+def configure(level: str = "info", fmt: Literal["auto", "json", "console"] = "auto") -> None:
+    """Set up structlog and the standard library's root logger to write to standard error."""
+    number = logging.getLevelNamesMapping()[level.upper()]
+    as_json = fmt == "json" or (fmt == "auto" and not sys.stderr.isatty())
+    shared: list[structlog.typing.Processor] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        structlog.processors.StackInfoRenderer(),
+    ]
+    tail: list[structlog.typing.Processor] = (
+        [structlog.processors.dict_tracebacks, structlog.processors.JSONRenderer()]
+        if as_json
+        else [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())]
+    )
+    structlog.configure(
+        processors=[*shared, *tail],
+        wrapper_class=structlog.make_filtering_bound_logger(number),
+        logger_factory=structlog.WriteLoggerFactory(file=sys.stderr),
+        cache_logger_on_first_use=True,
+    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=shared,
+            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *tail],
+        )
+    )
+    logging.basicConfig(level=max(number, logging.WARNING), handlers=[handler], force=True)
+
+
+def get(name: str) -> Log:
+    """Return a logger bound to a subject, for example `admission`."""
+    log: Log = structlog.get_logger(subject=name)
+    return log

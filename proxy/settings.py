@@ -1,0 +1,422 @@
+"""Configuration: one YAML file plus environment, validated into frozen models.
+
+Units are in the names (`_s` seconds, `_ms` milliseconds, `_bytes` bytes). 0 or null means "off"
+for every limit, budget and interval. `load` is the only reader of files and environment.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import yaml
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SecretStr,
+    ValidationError,
+    model_validator,
+)
+from pydantic_settings import (
+    BaseSettings,
+    EnvSettingsSource,
+    InitSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    SettingsError,
+)
+
+ENV_PREFIX = "LLAMA_PROXY_"
+ENGINE_MAX_BODY_BYTES = 100 * 1024 * 1024
+"""llama-server refuses larger bodies and has no flag for it, so our cap may not exceed it."""
+
+_LOOPBACK = ("127.", "localhost", "::1", "[::1]")
+
+
+class ConfigError(Exception):
+    """The configuration cannot be used; the message names the file, the field path and what was expected."""
+
+
+def _zero_is_off(value: Any) -> Any:
+    return None if value in (0, "0") and not isinstance(value, bool) else value
+
+
+def _expand(value: Path) -> Path:
+    return Path(os.path.expandvars(str(value))).expanduser()
+
+
+def _model_id(value: str) -> str:
+    if not value or value != value.strip() or any(ord(c) < 0x20 for c in value):
+        raise ValueError("a model name is a non-empty text without surrounding blanks or control characters")
+    return value
+
+
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+OptionalSeconds = Annotated[Seconds | None, BeforeValidator(_zero_is_off)]
+OptionalCount = Annotated[Annotated[int, Field(ge=0)] | None, BeforeValidator(_zero_is_off)]
+UserPath = Annotated[Path, AfterValidator(_expand)]
+ModelId = Annotated[str, AfterValidator(_model_id)]
+PriorityClass = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_-]{0,31}$")]
+Policy = Literal["mixed", "drain", "yield"]
+
+
+class Frozen(BaseModel):
+    """Base of all sections: frozen, unknown fields refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+
+class ApiKey(Frozen):
+    """One client's key. `weight` and `class` are used by fair sharing; `models` are glob patterns."""
+
+    name: Annotated[str, Field(min_length=1, max_length=64)]
+    key: SecretStr
+    priority: PriorityClass = Field("normal", alias="class")
+    weight: Annotated[float, Field(gt=0, le=1000)] = 1.0
+    max_queue: OptionalCount = None
+    models: tuple[str, ...] = ("*",)
+
+    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
+
+
+class AdminKey(Frozen):
+    """A key for the operator API; its name is the audit field."""
+
+    name: Annotated[str, Field(min_length=1, max_length=64)]
+    key: SecretStr
+
+
+class Server(Frozen):
+    """The listening side."""
+
+    host: str = "127.0.0.1"
+    port: Annotated[int, Field(ge=0, le=65535)] = 8082
+    api_keys: tuple[ApiKey, ...] = ()
+    admin_keys: tuple[AdminKey, ...] = ()
+    metrics_key: SecretStr | None = None
+    insecure_no_keys: bool = False
+    allowed_hosts: tuple[str, ...] = ()
+    cors_origins: tuple[str, ...] = ()
+    max_body_bytes: Annotated[int, Field(gt=0, le=ENGINE_MAX_BODY_BYTES)] = 67_108_864
+    max_header_bytes: Annotated[int, Field(ge=1024, le=262_144)] = 16_384
+    body_timeout_s: OptionalSeconds = 60.0
+    shutdown_drain_s: Seconds = 10.0
+    state_dir: UserPath | None = None
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_format: Literal["auto", "json", "console"] = "auto"
+
+    @property
+    def loopback(self) -> bool:
+        """Whether only this machine can reach the port."""
+        return self.host.startswith(_LOOPBACK)
+
+    @model_validator(mode="after")
+    def _keys(self) -> Self:
+        for field in ("api_keys", "admin_keys"):
+            names = [key.name for key in getattr(self, field)]
+            if len(set(names)) != len(names):
+                raise ValueError(f"{field}: two keys have the same name")
+        problem = _open_bind(self)
+        if problem:
+            raise ValueError(problem)
+        return self
+
+
+def _open_bind(server: Server) -> str:
+    """Return why this server may not listen where it wants to, or an empty text."""
+    if server.loopback or server.insecure_no_keys or (server.api_keys and server.admin_keys):
+        return ""
+    return (
+        f"host {server.host!r} can be reached from other machines: set api_keys and admin_keys, "
+        "or say insecure_no_keys: true if something in front of the proxy checks callers"
+    )
+
+
+class Engine(Frozen):
+    """Defaults for every process backend. `dir: auto` is the engine built by `llama-proxy engine build`."""
+
+    dir: str = "auto"
+    phase_policy: Policy = "drain"
+    phase_yield_ms: Annotated[int, Field(ge=0, le=3_600_000)] = 2000
+    phase_admit_ms: Annotated[int, Field(ge=0, le=60_000)] = 0
+    args: tuple[str, ...] = ()
+    env: Mapping[str, str] = Field(default_factory=dict)
+
+
+class Admission(Frozen):
+    """Queueing: bounds, deadlines, classes."""
+
+    max_queue: OptionalCount = 256
+    max_queued_bytes: OptionalCount = 1_073_741_824
+    queue_timeout_s: OptionalSeconds = 600.0
+    gate_hold_max_s: OptionalSeconds = 600.0
+    wide_patience_s: Seconds = 5.0
+    keepalive_s: OptionalSeconds = 15.0
+    cohort_gather_ms: Annotated[int, Field(ge=0, le=1000)] = 20
+    cohort_shape: bool = False
+    cohort_shape_max_wait_s: Seconds = 10.0
+    stale_after_s: Annotated[float, Field(gt=0)] = 3.0
+    classes: Mapping[PriorityClass, int] = Field(
+        default_factory=lambda: {"interactive": 10, "normal": 0, "batch": -10}
+    )
+
+
+class Budgets(Frozen):
+    """Time limits of one request or load, each off with 0."""
+
+    load_timeout_s: OptionalSeconds = 900.0
+    first_token_timeout_s: OptionalSeconds = None
+    inter_token_timeout_s: OptionalSeconds = 120.0
+    total_timeout_s: OptionalSeconds = None
+
+
+class Stop(Frozen):
+    """How a process is stopped: `drain_s` for running requests, `grace_s` between TERM and KILL."""
+
+    drain_s: Seconds = 30.0
+    grace_s: Seconds = 10.0
+
+
+class Model(Frozen):
+    """One model: exactly one of `path` (we run llama-server), `cmd` (we run that), `url` or `dns`."""
+
+    path: UserPath | None = None
+    cmd: str | None = None
+    url: str | None = None
+    dns: str | None = None
+    cwd: UserPath | None = None
+    args: tuple[str, ...] = ()
+    env: Mapping[str, str] = Field(default_factory=dict)
+    aliases: tuple[ModelId, ...] = ()
+    description: str = ""
+    engine: str | None = None
+    upstream_key: SecretStr | None = None
+    vram_bytes: OptionalCount = None
+    ram_bytes: OptionalCount = None
+    ttl_s: OptionalSeconds = None
+    preload: bool = False
+    phase_policy: Policy | None = None
+    phase_yield_ms: Annotated[int, Field(ge=0, le=3_600_000)] | None = None
+    phase_admit_ms: Annotated[int, Field(ge=0, le=60_000)] | None = None
+    on_proxy_exit: Literal["stop", "keep"] = "stop"
+    max_queue: OptionalCount = None
+    budgets: Budgets = Budgets()
+    stop: Stop = Stop()
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        sources = [name for name in ("path", "cmd", "url", "dns") if getattr(self, name) is not None]
+        if len(sources) != 1:
+            found = ", ".join(sources) or "none"
+            raise ValueError(f"exactly one of path, cmd, url or dns is needed (found: {found})")
+        return self
+
+
+class Settings(BaseSettings):
+    """The whole configuration, as one frozen value."""
+
+    model_config = SettingsConfigDict(
+        frozen=True,
+        extra="forbid",
+        env_prefix=ENV_PREFIX,
+        env_nested_delimiter="__",
+        env_file=None,
+        nested_model_default_partial_update=False,
+    )
+
+    server: Server = Server()
+    engine: Engine = Engine()
+    admission: Admission = Admission()
+    models_dir: UserPath | None = None
+    models: Mapping[ModelId, Model] = Field(default_factory=dict)
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Environment over file (the file arrives as init values)."""
+        _ = settings_cls, dotenv_settings, file_secret_settings
+        return (env_settings, init_settings)
+
+    @model_validator(mode="after")
+    def _names(self) -> Self:
+        taken: dict[str, str] = {name: f"models.{name}" for name in self.models}
+        for name, model in self.models.items():
+            for alias in model.aliases:
+                if alias in taken:
+                    raise ValueError(f"models.{name}.aliases: {alias!r} is already {taken[alias]}")
+                taken[alias] = f"an alias of models.{name}"
+        for key in self.server.api_keys:
+            if key.priority not in self.admission.classes:
+                known = ", ".join(sorted(self.admission.classes))
+                raise ValueError(
+                    f"server.api_keys ({key.name}): class {key.priority!r} is not one of {known}"
+                )
+        return self
+
+
+def load(path: Path | None, environ: Mapping[str, str] | None = None) -> Settings:
+    """Read and validate the configuration.
+
+    Relative paths (`models_dir`, `models.*.path`, `cwd`, `state_dir`) are taken from the file's
+    folder. Raises `ConfigError` naming file, field path and expectation.
+    """
+    raw: dict[str, Any] = {}
+    base = Path.cwd()
+    if path is not None:
+        raw = _read_yaml(path)
+        base = path.resolve().parent
+    try:
+        settings = _build(raw, os.environ if environ is None else environ)
+    except ValidationError as error:
+        raise ConfigError(_explain(error, path)) from None
+    except SettingsError as error:
+        raise ConfigError(f"environment: {error} (expected JSON for a whole section)") from None
+    return _with_base(_with_models_dir(settings, base, path), base)
+
+
+def check_bind(settings: Settings) -> Settings:
+    """Return the settings unless they would listen without keys where others can reach it (`ConfigError`).
+
+    Needed after a command-line flag replaced the host: validation saw only the file's.
+    """
+    problem = _open_bind(settings.server)
+    if problem:
+        raise ConfigError(f"server: {problem}")
+    return settings
+
+
+def json_schema() -> dict[str, Any]:
+    """Return the JSON Schema of the configuration file."""
+    schema = Settings.model_json_schema(by_alias=True, mode="validation")
+    schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
+    schema["title"] = "llama-proxy configuration"
+    return schema
+
+
+def _build(raw: dict[str, Any], environ: Mapping[str, str]) -> Settings:
+    class _Env(EnvSettingsSource):
+        def _load_env_vars(self) -> Mapping[str, str | None]:
+            return {key.lower(): value for key, value in environ.items()}
+
+    class _Loaded(Settings):
+        @classmethod
+        def settings_customise_sources(
+            cls,
+            settings_cls: type[BaseSettings],
+            init_settings: PydanticBaseSettingsSource,
+            env_settings: PydanticBaseSettingsSource,
+            dotenv_settings: PydanticBaseSettingsSource,
+            file_secret_settings: PydanticBaseSettingsSource,
+        ) -> tuple[PydanticBaseSettingsSource, ...]:
+            _ = init_settings, env_settings, dotenv_settings, file_secret_settings
+            return (_Env(settings_cls), InitSettingsSource(settings_cls, raw))
+
+    loaded = _Loaded()
+    return Settings.model_construct(**{name: getattr(loaded, name) for name in Settings.model_fields})
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: is not UTF-8 text (byte {error.start})") from None
+    try:
+        raw = yaml.load(text, Loader=_UniqueKeys)  # noqa: S506 - a SafeLoader subclass
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: is not valid YAML: {' '.join(str(error).split())}") from None
+    if raw is None:
+        return {}
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path}: the top level must be a mapping, not {type(raw).__name__}")
+    return {str(key): value for key, value in raw.items()}
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """A SafeLoader that refuses a key given twice: YAML would silently keep the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if key in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"key {key!r} stands twice", key_node.start_mark
+                )
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+def _explain(error: ValidationError, path: Path | None) -> str:
+    where = str(path) if path else "configuration"
+    lines = []
+    for item in error.errors(include_url=False):
+        field = ".".join(str(part) for part in item["loc"]) or "(top level)"
+        message = item["msg"].removeprefix("Value error, ")
+        if item["type"] == "extra_forbidden":
+            message = "this field does not exist (check the spelling; see config.example.yaml)"
+        got = item.get("input")
+        shown = "" if isinstance(got, dict | list | BaseModel) or _secret(field) else f" (got {_short(got)})"
+        lines.append(f"{where}: {field}: {message}{shown}")
+    return "\n".join(lines)
+
+
+def _secret(field: str) -> bool:
+    return field.rsplit(".", 1)[-1] in {"key", "metrics_key", "upstream_key"}
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 60 else text[:57] + "…"
+
+
+def _with_models_dir(settings: Settings, base: Path, path: Path | None) -> Settings:
+    """Add a model for every GGUF of `models_dir` that no entry names."""
+    if settings.models_dir is None:
+        return settings
+    folder = base / settings.models_dir
+    if not folder.is_dir():
+        raise ConfigError(f"{path or 'configuration'}: models_dir: {folder} is not a folder")
+    models = dict(settings.models)
+    named = {(base / model.path).resolve() for model in models.values() if model.path is not None}
+    taken = set(models) | {alias for model in models.values() for alias in model.aliases}
+    for file in sorted(folder.glob("*.gguf")):
+        if file.name.startswith("mmproj") or _later_shard(file.name) or file.resolve() in named:
+            continue
+        if file.stem in taken:
+            raise ConfigError(f"models_dir: {file}: the name {file.stem!r} is already taken by another model")
+        models[file.stem] = Model(path=file)
+    return settings.model_copy(update={"models": models, "models_dir": folder})
+
+
+def _later_shard(name: str) -> bool:
+    """Whether a split GGUF's file is not the first: llama-server finds the others by itself."""
+    parts = name.removesuffix(".gguf").rsplit("-of-", 1)
+    return len(parts) == 2 and parts[1].isdigit() and not parts[0].endswith("-00001")
+
+
+def _with_base(settings: Settings, base: Path) -> Settings:
+    models = {
+        name: model.model_copy(
+            update={
+                "path": base / model.path if model.path else None,
+                "cwd": base / model.cwd if model.cwd else None,
+            }
+        )
+        for name, model in settings.models.items()
+    }
+    server = settings.server
+    if server.state_dir is not None:
+        server = server.model_copy(update={"state_dir": base / server.state_dir})
+    return settings.model_copy(update={"models": models, "server": server})

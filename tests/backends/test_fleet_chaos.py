@@ -1,0 +1,108 @@
+"""Random lives: seeded operator actions, kills and traffic against the real engine; nothing may hang or leak."""
+
+import asyncio
+import os
+import random
+import signal
+
+import pytest
+
+from proxy.backends.lifecycle import TABLE
+from proxy.errors import ProxyError
+from proxy.types import AdminState, Cause, ModelState
+from proxy.upstream import UpstreamDied
+from tests.backends.conftest import Collect, alive, completion
+
+pytestmark = pytest.mark.engine
+NAMES = ("a", "b", "bad")
+EDGES = {(before, after) for before, row in TABLE.items() for after in row.values() if before is not after}
+
+
+@pytest.mark.parametrize("seed", range(2))
+async def test_random_lives(fleets, engine_binary, mid_model, tmp_path, seed):
+    """Every load and unload ends, states only move along the table, downs follow readies, no process is left."""
+    rng = random.Random(seed)
+    small = {"args": ["-c", "512", "-np", "2"], "stop": {"grace_s": 1}}
+    models = {
+        "a": small | {"path": mid_model},
+        "b": small | {"path": mid_model},
+        "bad": {"path": tmp_path / "none"},
+    }
+    fleet, seen = fleets(models, engine_binary)
+    pids: set[int] = set()
+    outcomes: list[str] = []
+
+    async def load(name):
+        try:
+            await fleet.load(name, rng.choice([Cause.REQUEST, Cause.OPERATOR]))
+            outcomes.append("loaded")
+        except ProxyError as error:
+            outcomes.append(error.code.value)
+
+    async def unload(name):
+        report = await fleet.unload(
+            name, force=rng.random() < 0.7, deadline_s=rng.random() / 2, cause=Cause.FORCE
+        )
+        assert report.left == ()
+        outcomes.append("unloaded")
+
+    async def stream(name):
+        key = fleet.key(name)
+        if key is None:
+            return
+        try:
+            exchange = await fleet.upstream(key).open(completion(rng.choice([3, 4000])))
+        except UpstreamDied:
+            return
+        try:
+            async with asyncio.timeout(rng.random()):
+                await exchange.attach(Collect())
+        except (UpstreamDied, TimeoutError):
+            pass
+        finally:
+            exchange.close()
+        outcomes.append("streamed")
+
+    async def kill(name):
+        pid = fleet.status(name).pid
+        if pid is not None and rng.random() < 0.5:
+            os.kill(pid, rng.choice([signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM]))
+
+    async def gate(name):
+        fleet.set_admin(name, rng.choice(list(AdminState)), "chaos")
+        await asyncio.sleep(rng.random() / 10)
+        fleet.set_admin(name, AdminState.ENABLED)
+
+    async def one(action, name):
+        await asyncio.sleep(rng.random() * 6)
+        await action(name)
+        pids.update(status.pid for status in fleet.statuses() if status.pid)
+
+    actions = [load, load, load, unload, stream, stream, kill, gate]
+    async with asyncio.timeout(60):
+        async with asyncio.TaskGroup() as group:
+            for _ in range(120):
+                group.create_task(one(rng.choice(actions), rng.choice(NAMES)))
+        for name in NAMES:
+            # SIGSTOP may have left one asleep while loading or ready
+            await fleet.unload(name, force=True)
+        await fleet.load("a")
+        await fleet.stop(5)
+
+    assert not any(map(alive, pids)), outcomes
+    assert {"loaded", "unloaded", "streamed", "model_load_failed"} <= set(outcomes)
+    for name in NAMES:
+        assert fleet.status(name).state == "unloaded"
+        moves = [(ModelState(b), ModelState(a)) for n, b, a, _ in seen.of("state") if n == name]
+        assert set(moves) <= EDGES
+        assert all(first[1] is second[0] for first, second in zip(moves, moves[1:], strict=False))
+    for name in ("a", "b"):
+        told = [
+            (kind, value[0].generation)
+            for kind, value, _ in seen.calls
+            if kind in {"ready", "down"} and value[0].model == name
+        ]
+        assert [kind for kind, _ in told] == ["ready", "down"] * (len(told) // 2)
+        assert all(told[i][1] == told[i + 1][1] for i in range(0, len(told), 2))
+        generations = [generation for kind, generation in told if kind == "ready"]
+        assert generations == sorted(set(generations))

@@ -1,0 +1,177 @@
+"""The state machine alone: table, causes, generations, illegal events."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from proxy.backends.lifecycle import (
+    TABLE,
+    AdminSet,
+    BecameReady,
+    EngineLost,
+    Exited,
+    IllegalEvent,
+    Life,
+    LoadAsked,
+    LoadFailed,
+    LoadRefused,
+    Moved,
+    Started,
+    StartEngine,
+    StopAsked,
+    StopEngine,
+    Stopped,
+    step,
+)
+from proxy.types import AdminState, Cause, ModelState
+
+S = ModelState
+
+
+def run(*events, life=Life()):
+    effects = []
+    for event in events:
+        life, more = step(life, event)
+        effects += more
+    return life, effects
+
+
+READY = (LoadAsked(Cause.REQUEST), Started(1), BecameReady(1))
+
+
+def test_a_whole_life():
+    """Every change has its cause, and the stop takes a generation of its own."""
+    life, effects = run(*READY, StopAsked(Cause.TTL), Stopped(2))
+    assert life == Life(S.UNLOADED, generation=2, cause=Cause.TTL)
+    assert effects == [
+        Moved(S.UNLOADED, S.STARTING, Cause.REQUEST),
+        StartEngine(1, Cause.REQUEST),
+        Moved(S.STARTING, S.LOADING, Cause.REQUEST),
+        Moved(S.LOADING, S.READY, Cause.REQUEST),
+        Moved(S.READY, S.STOPPING, Cause.TTL),
+        StopEngine(2, Cause.TTL, was_ready=True),
+        Moved(S.STOPPING, S.UNLOADED, Cause.TTL),
+    ]
+
+
+def test_loads_join_and_do_not_start_twice():
+    life, effects = run(*READY, LoadAsked(Cause.OPERATOR))
+    assert sum(isinstance(effect, StartEngine) for effect in effects) == 1
+    assert life.cause is Cause.REQUEST
+
+
+def test_a_crash_is_told_and_the_next_load_is_a_new_generation():
+    life, effects = run(*READY, Exited(1))
+    assert life.operational is S.FAILED and effects[-1] == EngineLost(1, Cause.CRASH)
+    life, effects = run(LoadAsked(Cause.REQUEST), life=life)
+    assert life.generation == 2 and StartEngine(2, Cause.REQUEST) in effects
+
+
+def test_a_failed_attempt_may_be_tried_again():
+    life, effects = run(LoadAsked(Cause.REQUEST), LoadFailed(1), LoadAsked(Cause.REQUEST))
+    assert life.operational is S.STARTING and life.generation == 2
+
+
+def test_a_stop_in_any_state_ends_unloaded():
+    for events in ((), READY[:1], READY[:2], READY, (*READY, Exited(1))):
+        life, _ = run(*events, StopAsked(Cause.FORCE))
+        if life.operational is S.STOPPING:
+            life, _ = run(Stopped(life.generation), life=life)
+        assert life.operational is S.UNLOADED and life.cause is Cause.FORCE or not events
+
+
+def test_a_load_during_a_stop_comes_after_it():
+    life, effects = run(*READY, StopAsked(Cause.FORCE), LoadAsked(Cause.REQUEST), Stopped(2))
+    assert life.operational is S.STARTING and life.generation == 3
+    assert effects[-1] == StartEngine(3, Cause.REQUEST)
+
+
+def test_a_second_stop_forgets_the_load_that_waited():
+    life, _ = run(
+        *READY, StopAsked(Cause.FORCE), LoadAsked(Cause.REQUEST), StopAsked(Cause.FORCE), Stopped(2)
+    )
+    assert life.operational is S.UNLOADED
+
+
+@pytest.mark.parametrize("admin", [AdminState.BLOCKED, AdminState.DRAINING])
+def test_a_gate_refuses_requests_but_not_operators(admin):
+    life, effects = run(AdminSet(admin, "why"), LoadAsked(Cause.REQUEST))
+    assert effects == [LoadRefused(admin, "why")] and life.operational is S.UNLOADED
+    life, _ = run(LoadAsked(Cause.OPERATOR), life=life)
+    assert life.operational is S.STARTING
+
+
+def test_a_gate_set_while_stopping_refuses_the_load_that_waited():
+    life, effects = run(
+        *READY,
+        StopAsked(Cause.FORCE),
+        LoadAsked(Cause.REQUEST),
+        AdminSet(AdminState.BLOCKED, "x"),
+        Stopped(2),
+    )
+    assert life.operational is S.UNLOADED and effects[-1] == LoadRefused(AdminState.BLOCKED, "x")
+
+
+@pytest.mark.parametrize("event", [Started(0), BecameReady(0), LoadFailed(0), Exited(0), Stopped(0)])
+def test_stale_generations_change_nothing(event):
+    for events in (READY[:1], READY[:2], READY, (*READY, StopAsked(Cause.FORCE))):
+        life, _ = run(*events)
+        assert step(life, event) == (life, ())
+
+
+def test_the_table_is_what_is_legal():
+    """Each state with each event of its generation: in the table it moves there, else it raises."""
+    events = [
+        LoadAsked(Cause.REQUEST),
+        Started(5),
+        BecameReady(5),
+        LoadFailed(5),
+        Exited(5),
+        Stopped(5),
+        StopAsked(Cause.TTL),
+    ]
+    for state in S:
+        for event in events:
+            life = Life(state, generation=5)
+            wanted = TABLE[state].get(type(event))
+            if wanted is None:
+                with pytest.raises(IllegalEvent, match=f"{type(event).__name__} in state {state.value}"):
+                    step(life, event)
+            else:
+                assert step(life, event)[0].operational is wanted
+
+
+_generation = st.integers(0, 8)
+_cause = st.sampled_from(Cause)
+_events = st.one_of(
+    st.builds(LoadAsked, _cause),
+    st.builds(StopAsked, _cause),
+    st.builds(Started, _generation),
+    st.builds(BecameReady, _generation),
+    st.builds(LoadFailed, _generation),
+    st.builds(Exited, _generation),
+    st.builds(Stopped, _generation),
+    st.builds(AdminSet, st.sampled_from(AdminState)),
+)
+
+
+@given(st.lists(_events, max_size=40))
+def test_any_history_keeps_the_invariants(events):
+    """Generations never go back, moves chain, one start or stop per generation, illegal events change nothing."""
+    life, moves, numbered = Life(), [], []
+    for event in events:
+        before = life
+        try:
+            life, effects = step(life, event)
+        except IllegalEvent:
+            assert life is before
+            continue
+        assert life.generation >= before.generation
+        moves += [effect for effect in effects if isinstance(effect, Moved)]
+        numbered += [e.generation for e in effects if isinstance(e, StartEngine | StopEngine)]
+        if life.operational is not before.operational:
+            assert moves[-1].after is life.operational
+        if isinstance(event, StopAsked):
+            assert not life.loading and life.operational is not S.READY
+    assert all(first.after is second.before for first, second in zip(moves, moves[1:], strict=False))
+    assert numbered == sorted(set(numbered))

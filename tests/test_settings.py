@@ -1,0 +1,159 @@
+"""The configuration: what is accepted, what is refused and with which words."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import jsonschema
+import pytest
+import yaml
+
+from proxy.settings import ENGINE_MAX_BODY_BYTES, ConfigError, Settings, json_schema, load
+
+ROOT = Path(__file__).resolve().parent.parent
+EXAMPLE = ROOT / "config.example.yaml"
+
+Load = Callable[..., Settings]
+
+
+@pytest.fixture
+def read(tmp_path: Path) -> Load:
+    """Loads a YAML text with an environment."""
+
+    def inner(text: str, env: Mapping[str, str] | None = None) -> Settings:
+        file = tmp_path / "c.yaml"
+        file.write_text(text)
+        return load(file, env or {})
+
+    return inner
+
+
+def test_the_example_loads_and_matches_the_schema() -> None:
+    """config.example.yaml is valid for the loader and for the exported JSON Schema."""
+    load(EXAMPLE, {})
+    jsonschema.Draft202012Validator.check_schema(json_schema())
+    jsonschema.validate(yaml.safe_load(EXAMPLE.read_text()), json_schema())
+
+
+def test_the_example_names_every_field() -> None:
+    """A field that exists is shown in the example, section by section."""
+    raw = yaml.safe_load(EXAMPLE.read_text())
+    sections = {
+        "server": raw["server"],
+        "engine": raw["engine"],
+        "admission": raw["admission"],
+        "models.*": {key for model in raw["models"].values() for key in model},
+        "budgets": raw["models"]["qwen-27b"]["budgets"],
+        "stop": raw["models"]["qwen-27b"]["stop"],
+        "api_keys": raw["server"]["api_keys"][0],
+    }
+    definitions = json_schema()["$defs"]
+    names = {
+        "server": "Server", "engine": "Engine", "admission": "Admission", "models.*": "Model",
+        "budgets": "Budgets", "stop": "Stop", "api_keys": "ApiKey",
+    }  # fmt: skip
+    for section, name in names.items():
+        missing = set(definitions[name]["properties"]) - set(sections[section])
+        assert missing <= {"dns"}, f"{section}: {missing} not in config.example.yaml"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("server: {port: 99999}", ["server.port", "65535", "99999"]),
+        ("server: {prot: 1}", ["server.prot", "does not exist"]),
+        ("admission: {queue_timeout_s: -1}", ["admission.queue_timeout_s", "0"]),
+        ("admission: {queue_timeout_s: .inf}", ["admission.queue_timeout_s"]),
+        (f"server: {{max_body_bytes: {ENGINE_MAX_BODY_BYTES + 1}}}", ["server.max_body_bytes"]),
+        ("server: {host: 0.0.0.0}", ["server", "api_keys", "insecure_no_keys"]),
+        ("engine: {phase_policy: fast}", ["engine.phase_policy", "'mixed', 'drain' or 'yield'"]),
+        ("models: {a: {}}", ["models.a", "exactly one of path, cmd, url or dns"]),
+        ("models: {a: {path: x, url: y}}", ["models.a", "path, url"]),
+        ("models: {a: {path: x, aliases: [b]}, b: {path: y}}", ["models.a.aliases", "'b'"]),
+        ("models: {' a': {path: x}}", ["blanks"]),
+        ("server: {port: 1, port: 2}", ["'port' stands twice", "line 1"]),
+        ("server: [", ["not valid YAML"]),
+        ("- 1", ["top level must be a mapping"]),
+        ("models_dir: nowhere", ["models_dir", "not a folder"]),
+        ("server: {api_keys: [{name: a, key: k, class: vip}]}", ["class 'vip'", "interactive"]),
+        ("server: {api_keys: [{name: a, key: k}, {name: a, key: l}]}", ["api_keys", "same name"]),
+    ],
+)
+def test_an_invalid_file_names_the_field(read: Load, text: str, words: list[str]) -> None:
+    """Each error names file, field path and expectation."""
+    with pytest.raises(ConfigError) as error:
+        read(text)
+    message = str(error.value)
+    assert "c.yaml" in message
+    for word in words:
+        assert word in message
+
+
+def test_keys_never_appear_in_errors_or_reprs(read: Load) -> None:
+    """A secret is not printed, not even when it is what is wrong."""
+    with pytest.raises(ConfigError) as error:
+        read("server: {api_keys: [{name: a, key: 123456789}]}")
+    assert "123456789" not in str(error.value)
+    settings = read("server: {api_keys: [{name: a, key: s3cr3t}]}")
+    assert "s3cr3t" not in repr(settings)
+
+
+def test_environment_wins_over_the_file(read: Load) -> None:
+    """Every field can come from the environment, nested with two underscores."""
+    settings = read("server: {port: 1, host: localhost}", {"LLAMA_PROXY_SERVER__PORT": "77"})
+    assert (settings.server.port, settings.server.host) == (77, "localhost")
+    with pytest.raises(ConfigError, match=r"server\.port"):
+        read("", {"LLAMA_PROXY_SERVER__PORT": "x"})
+    with pytest.raises(ConfigError, match="environment"):
+        read("", {"LLAMA_PROXY_SERVER": "{"})
+
+
+@pytest.mark.parametrize("off", ["0", "null", "0.0"])
+def test_zero_and_null_are_off(read: Load, off: str) -> None:
+    """0 and null mean the same everywhere: off."""
+    settings = read(
+        f"admission: {{max_queue: {off.split('.')[0]}, queue_timeout_s: {off}, keepalive_s: {off}}}\n"
+        f"models: {{a: {{path: x, ttl_s: {off}, budgets: {{load_timeout_s: {off}}}}}}}"
+    )
+    assert settings.admission.max_queue is None
+    assert settings.admission.queue_timeout_s is None
+    assert settings.admission.keepalive_s is None
+    assert settings.models["a"].ttl_s is None
+    assert settings.models["a"].budgets.load_timeout_s is None
+
+
+def test_settings_are_frozen(read: Load) -> None:
+    """Nobody changes the configuration of a running proxy by assignment."""
+    settings = read("models: {a: {path: x}}")
+    for target, field in ((settings.server, "port"), (settings, "server"), (settings.models["a"], "path")):
+        with pytest.raises((ValueError, TypeError, dataclasses.FrozenInstanceError)):
+            setattr(target, field, 1)
+
+
+def test_models_dir_adds_what_is_not_named(tmp_path: Path) -> None:
+    """Every GGUF is a model; projectors and later shards are not; an entry keeps its own name."""
+    folder = tmp_path / "models"
+    folder.mkdir()
+    for name in (
+        "a.gguf",
+        "b.gguf",
+        "mmproj-a.gguf",
+        "s-00001-of-00002.gguf",
+        "s-00002-of-00002.gguf",
+        "x.txt",
+    ):
+        (folder / name).touch()
+    file = tmp_path / "c.yaml"
+    file.write_text("models_dir: models\nmodels: {mine: {path: models/b.gguf}}")
+    settings = load(file, {})
+    assert set(settings.models) == {"mine", "a", "s-00001-of-00002"}
+    assert settings.models["mine"].path == folder / "b.gguf"
+
+
+def test_unreadable_files_say_so(tmp_path: Path) -> None:
+    """A missing or binary file is a sentence, not a traceback."""
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load(tmp_path / "no.yaml", {})
+    (tmp_path / "bin.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="not UTF-8"):
+        load(tmp_path / "bin.yaml", {})
