@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 
 import pytest
-from conftest import EngineFactory
-from enginekit.http import Exchange
-from enginekit.phase import Story
-from enginekit.prompts import words
-from enginekit.server import Server, greedy
-from enginekit.waiting import eventually
+
+from tests.engine.conftest import EngineFactory
+from tests.engine.enginekit.http import Exchange
+from tests.engine.enginekit.phase import Story
+from tests.engine.enginekit.prompts import words
+from tests.engine.enginekit.server import Server, greedy
+from tests.engine.enginekit.waiting import eventually
 
 WINDOW_MS = 2000
 
@@ -18,9 +19,7 @@ WINDOW_MS = 2000
 def _gathered(server: Server, count: int, gather_ms: str | None) -> set[int]:
     """Post ``count`` requests one after the other; return the cohorts they ended in."""
     header = {} if gather_ms is None else {"x-phase-gather-ms": gather_ms}
-    started = [
-        server.stream(words(9, n), 5, tag=f"r{n}", headers=header) for n in range(count)
-    ]
+    started = [server.stream(words(9, n), 5, tag=f"r{n}", headers=header) for n in range(count)]
     for exchange in started:
         exchange.ok()
     story = Story(server.events())
@@ -103,9 +102,7 @@ def test_a_cancel_inside_the_window_is_handled_at_once(engine: EngineFactory) ->
     assert (time.monotonic() - started) / 20 <= 0.05, "tasks wait for the window"
     waiting.close()
     # the HTTP layer looks at a silent connection once a second
-    eventually(
-        lambda: Story(server.events()).all("release", "waiting"), "released", timeout_s=2.5
-    )
+    eventually(lambda: Story(server.events()).all("release", "waiting"), "released", timeout_s=2.5)
     assert server.members().count("queued") == 1
     companion.close()
     server.wait_idle(timeout_s=3)

@@ -5,15 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from conftest import EngineFactory, OracleFactory
-from enginekit.check import assert_equal_tokens
-from enginekit.http import Exchange
-from enginekit.models import zoo
-from enginekit.oracle import Oracle, Reference
-from enginekit.phase import Story
-from enginekit.prompts import words
-from enginekit.server import EXACT, Server
-from enginekit.waiting import eventually
+
+from tests.engine.conftest import EngineFactory, OracleFactory
+from tests.engine.enginekit.check import assert_equal_tokens
+from tests.engine.enginekit.http import Exchange
+from tests.engine.enginekit.models import zoo
+from tests.engine.enginekit.oracle import Oracle, Reference
+from tests.engine.enginekit.phase import Story
+from tests.engine.enginekit.prompts import words
+from tests.engine.enginekit.server import EXACT, Server
+from tests.engine.enginekit.waiting import eventually
 
 POLICIES = ("drain", "yield")
 ALL_POLICIES = ("mixed", "drain", "yield")
@@ -31,9 +32,7 @@ def _prompts(count: int, first_seed: int = 0) -> list[str]:
     return [words(3 + (37 * i) % 190, first_seed + i) for i in range(count)]
 
 
-def _steady(
-    oracle: Oracle, count: int, n_predict: int, seed: int = 0, **more: Any
-) -> list[Reference]:
+def _steady(oracle: Oracle, count: int, n_predict: int, seed: int = 0, **more: Any) -> list[Reference]:
     return oracle.steady(_prompts(4 * count + 8, seed), count, n_predict, **more)
 
 
@@ -52,9 +51,7 @@ def _assert_equal(found: list[Exchange], wanted: list[Reference]) -> None:
 
 
 @pytest.mark.parametrize("policy", ALL_POLICIES)
-def test_contract_concurrent_equals_single(
-    engine: EngineFactory, oracle: OracleFactory, policy: str
-) -> None:
+def test_contract_concurrent_equals_single(engine: EngineFactory, oracle: OracleFactory, policy: str) -> None:
     """Twelve unequal requests on four slots, streams and not, against single runs."""
     wanted = [_steady(oracle(), 1, 20 + 53 * i % 160, 50 * i)[0] for i in range(12)]
     server = engine(policy=policy, args=(*EXACT, "-b", "64", "--phase-yield-ms", "5"))
@@ -65,9 +62,7 @@ def test_contract_concurrent_equals_single(
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_contract_the_exactness_recipe(
-    engine: EngineFactory, oracle: OracleFactory, policy: str
-) -> None:
+def test_contract_the_exactness_recipe(engine: EngineFactory, oracle: OracleFactory, policy: str) -> None:
     """The same with the flags that make results independent of batch composition."""
     wanted = [r for r in _steady(oracle(args=RECIPE), 12, 24, 100) if r.gap > 0.01]
     server = engine(policy=policy, args=(*RECIPE, "-b", "64", "--phase-yield-ms", "5"))
@@ -77,9 +72,7 @@ def test_contract_the_exactness_recipe(
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("kind", SPECULATIVE)
-def test_contract_speculation(
-    engine: EngineFactory, oracle: OracleFactory, kind: str, policy: str
-) -> None:
+def test_contract_speculation(engine: EngineFactory, oracle: OracleFactory, kind: str, policy: str) -> None:
     """Drafts change the speed, never the answer; some are accepted."""
     model, args = SPECULATIVE[kind]
     if kind == "draft":
@@ -154,9 +147,7 @@ def test_contract_incompatible_groups_in_one_cohort(
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_contract_cached_continuation(
-    engine: EngineFactory, oracle: OracleFactory, policy: str
-) -> None:
+def test_contract_cached_continuation(engine: EngineFactory, oracle: OracleFactory, policy: str) -> None:
     """A conversation's second turn reuses its first, in company, with the right answer."""
     first = words(120, 500)
     second = oracle().steady((f"{first} {words(4, seed)}" for seed in range(40)), 1, 24)[0]
@@ -171,9 +162,7 @@ def test_contract_cached_continuation(
 
 
 @pytest.mark.parametrize("model", ["llama", "mamba", "qwen35-mtp"])
-def test_contract_ram_cache_and_checkpoints(
-    engine: EngineFactory, oracle: OracleFactory, model: str
-) -> None:
+def test_contract_ram_cache_and_checkpoints(engine: EngineFactory, oracle: OracleFactory, model: str) -> None:
     """Three conversations on one slot: each turn comes back from the cache, right."""
     server = engine(model, args=(*EXACT, "-b", "64"), slots=1, context=4096)
     talks = [words(150, 540 + number) for number in range(3)]
@@ -189,9 +178,7 @@ def test_contract_ram_cache_and_checkpoints(
 
 
 @pytest.mark.parametrize("policy", ALL_POLICIES)
-def test_contract_token_probabilities(
-    engine: EngineFactory, stock: EngineFactory, policy: str
-) -> None:
+def test_contract_token_probabilities(engine: EngineFactory, stock: EngineFactory, policy: str) -> None:
     """`n_probs` of every token, the first (from the retained row) included, equal stock's."""
     flags = (*EXACT, "-b", "64")
     patched, plain = engine(policy=policy, args=flags), stock(args=flags)
@@ -238,9 +225,7 @@ SAMPLED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("policy", ALL_POLICIES)
 @pytest.mark.parametrize("kind", SAMPLED)
-def test_contract_samplers(
-    engine: EngineFactory, stock: EngineFactory, kind: str, policy: str
-) -> None:
+def test_contract_samplers(engine: EngineFactory, stock: EngineFactory, kind: str, policy: str) -> None:
     """Grammar, bias, penalties, seeds: alone, the answer is stock's in every field that counts."""
     flags = (*EXACT, "-b", "64")
     patched, plain = engine(policy=policy, args=flags), stock(args=flags)
@@ -275,9 +260,7 @@ def test_contract_grammars_in_one_cohort(engine: EngineFactory, policy: str) -> 
 
 
 @pytest.mark.parametrize("policy", ALL_POLICIES)
-def test_contract_several_choices(
-    engine: EngineFactory, stock: EngineFactory, policy: str
-) -> None:
+def test_contract_several_choices(engine: EngineFactory, stock: EngineFactory, policy: str) -> None:
     """Parent and children, seeded: the same set as stock's; the children differ."""
     flags = (*EXACT, "-b", "64")
     patched, plain = engine(policy=policy, args=flags), stock(args=flags)
@@ -289,9 +272,7 @@ def test_contract_several_choices(
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_contract_a_family_in_company(
-    engine: EngineFactory, oracle: OracleFactory, policy: str
-) -> None:
+def test_contract_a_family_in_company(engine: EngineFactory, oracle: OracleFactory, policy: str) -> None:
     """Greedy children and their parent all give the single answer, beside another member."""
     family, other = _steady(oracle(), 2, 30, 900)
     server = engine(policy=policy, args=(*EXACT, "-b", "32"))
@@ -417,9 +398,7 @@ def test_contract_pooling_servers_run_mixed(engine: EngineFactory, model: str) -
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_contract_backend_samplers(
-    engine: EngineFactory, oracle: OracleFactory, policy: str
-) -> None:
+def test_contract_backend_samplers(engine: EngineFactory, oracle: OracleFactory, policy: str) -> None:
     """Sampling on the backend gives the same tokens, the first one (from the row) included."""
     wanted = _steady(oracle(), 6, 30, 800)
     server = engine(policy=policy, args=(*EXACT, "-b", "64", "--backend-sampling"))

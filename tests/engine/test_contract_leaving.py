@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import pytest
-from conftest import EngineFactory, OracleFactory
-from enginekit.check import assert_equal_tokens
-from enginekit.http import Exchange
-from enginekit.oracle import Reference
-from enginekit.phase import Story
-from enginekit.prompts import words
-from enginekit.server import EXACT, Server, greedy
-from enginekit.waiting import eventually
+
+from tests.engine.conftest import EngineFactory, OracleFactory
+from tests.engine.enginekit.check import assert_equal_tokens
+from tests.engine.enginekit.http import Exchange
+from tests.engine.enginekit.oracle import Reference
+from tests.engine.enginekit.phase import Story
+from tests.engine.enginekit.prompts import words
+from tests.engine.enginekit.server import EXACT, Server, greedy
+from tests.engine.enginekit.waiting import eventually
 
 SLOW = "llama-mid"
 POLICIES = ("drain", "yield")
@@ -36,15 +37,11 @@ def _run(server: Server, reference: Reference, tag: str, **more: object) -> Exch
 def _leave(server: Server, exchange: Exchange, tag: str) -> None:
     """Cut the connection and wait until the engine has released the slot."""
     exchange.close()
-    eventually(
-        lambda: Story(server.events()).all("release", tag), f"{tag} is released", timeout_s=60
-    )
+    eventually(lambda: Story(server.events()).all("release", tag), f"{tag} is released", timeout_s=60)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_contract_a_waiting_member_leaves(
-    engine: EngineFactory, oracle: OracleFactory, policy: str
-) -> None:
+def test_contract_a_waiting_member_leaves(engine: EngineFactory, oracle: OracleFactory, policy: str) -> None:
     """Ready and gone before the opening: the long prompt ends and its answer is right."""
     wanted = _reference(oracle, LONG, 20, 100)
     server = _start(engine, policy)
@@ -80,9 +77,7 @@ def test_contract_the_last_prefilling_member_leaves(
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_contract_a_decoding_member_leaves(
-    engine: EngineFactory, oracle: OracleFactory, policy: str
-) -> None:
+def test_contract_a_decoding_member_leaves(engine: EngineFactory, oracle: OracleFactory, policy: str) -> None:
     """Its companion's answer is unchanged."""
     wanted = _reference(oracle, 12, 400, 300)
     server = _start(engine, policy)
@@ -95,9 +90,7 @@ def test_contract_a_decoding_member_leaves(
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_contract_a_queued_request_leaves(
-    engine: EngineFactory, oracle: OracleFactory, policy: str
-) -> None:
+def test_contract_a_queued_request_leaves(engine: EngineFactory, oracle: OracleFactory, policy: str) -> None:
     """Nobody notices, and nothing of its prompt was processed."""
     wanted = _reference(oracle, 12, 800, 400)
     server = _start(engine, policy)
@@ -166,9 +159,7 @@ def test_contract_a_client_without_stream_leaves(
     wanted = _reference(oracle, 12, 200, 600)
     server = _start(engine, policy)
     long = server.start(greedy(words(LONG), 3000), tag="long")
-    eventually(
-        lambda: any(v.prompt for v in server.trace()), "the long prompt began", timeout_s=30
-    )
+    eventually(lambda: any(v.prompt for v in server.trace()), "the long prompt began", timeout_s=30)
     short = server.start(greedy(words(5, 1), 2500), tag="short")
     stays = _run(server, wanted, "stays")
     eventually(lambda: server.members().count("ready") == 2, "two members are ready")

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from conftest import EngineFactory
-from enginekit.check import barrier_holds
-from enginekit.phase import Story
-from enginekit.prompts import words
-from enginekit.server import Server
-from enginekit.waiting import eventually
+
+from tests.engine.conftest import EngineFactory
+from tests.engine.enginekit.check import barrier_holds
+from tests.engine.enginekit.phase import Story
+from tests.engine.enginekit.prompts import words
+from tests.engine.enginekit.server import Server
+from tests.engine.enginekit.waiting import eventually
 
 POLICIES = ("drain", "yield")
 UNEQUAL = {"ascending": (20, 150, 400), "descending": (400, 150, 20), "middle": (150, 20, 400)}
@@ -120,9 +121,7 @@ def assert_no_token_before_the_drain(server: Server, first: str, late: str) -> N
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_contract_staggered_arrivals_cannot_hold_a_cohort_open(
-    engine: EngineFactory, policy: str
-) -> None:
+def test_contract_staggered_arrivals_cannot_hold_a_cohort_open(engine: EngineFactory, policy: str) -> None:
     """After the first member is ready nobody joins, however many arrive one after the other."""
     server = engine(SLOW, policy, ("-b", "128", "--phase-yield-ms", "600000"))
     long = server.stream(words(900), 20, tag="long")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from conftest import EngineFactory
-from enginekit.check import EARLY, MIXED, assert_exclusive
-from enginekit.load import Report, run_load
-from enginekit.models import extra_model, zoo
-from enginekit.phase import NO_SLOT
-from enginekit.replay import Replay
-from enginekit.server import Server
+
+from tests.engine.conftest import EngineFactory
+from tests.engine.enginekit.check import EARLY, MIXED, assert_exclusive
+from tests.engine.enginekit.load import Report, run_load
+from tests.engine.enginekit.models import extra_model, zoo
+from tests.engine.enginekit.phase import NO_SLOT
+from tests.engine.enginekit.replay import Replay
+from tests.engine.enginekit.server import Server
 
 ALL_POLICIES = ("mixed", "drain", "yield")
 DECODES = ("decode_prompt_batches_total", "decode_generate_batches_total")
@@ -22,9 +23,7 @@ def _start(engine: EngineFactory, policy: str, *more: str) -> Server:
 
 
 def _assert_all_ended(report: Report, count: int) -> None:
-    assert not report.failures, f"{len(report.failures)} failures:\n" + "\n".join(
-        report.failures[:5]
-    )
+    assert not report.failures, f"{len(report.failures)} failures:\n" + "\n".join(report.failures[:5])
     assert sum(report.outcomes.values()) == count
 
 

@@ -10,11 +10,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from conftest import EngineFactory
-from enginekit.http import Answer, request
-from enginekit.models import zoo
-from enginekit.prompts import words
-from enginekit.server import EXACT, Server, greedy
+
+from tests.engine.conftest import EngineFactory
+from tests.engine.enginekit.http import Answer, request
+from tests.engine.enginekit.models import zoo
+from tests.engine.enginekit.prompts import words
+from tests.engine.enginekit.server import EXACT, Server, greedy
 
 ADDED = {"queue_ms", "barrier_ms", "paused_ms", "phase", "build"}
 VOLATILE = {"id", "created", "created_at", "completed_at", "id_task", "id_slot"}
@@ -109,9 +110,7 @@ def _events(answer: Answer) -> Any:
         except ValueError:
             return answer.body.decode()
     lines = [line for line in answer.body.decode().splitlines() if line]
-    return [
-        _plain(json.loads(line[5:])) if line.startswith("data: {") else line for line in lines
-    ]
+    return [_plain(json.loads(line[5:])) if line.startswith("data: {") else line for line in lines]
 
 
 def _same(ours: Answer, theirs: Answer) -> None:
@@ -167,9 +166,9 @@ def test_lora_answers_are_alike(pair: Callable[..., tuple[Server, Server]]) -> N
     args = (*EXACT, "--lora", str(zoo("lora-a")), "--lora", str(zoo("lora-b")))
     ours, theirs = pair(args=args)
     for scales in (None, (1, 0), (0, 1), (0.5, 0.25), (0, 0)):
-        more = {} if scales is None else {
-            "lora": [{"id": i, "scale": scale} for i, scale in enumerate(scales)]
-        }
+        more: dict[str, Any] = (
+            {} if scales is None else {"lora": [{"id": i, "scale": scale} for i, scale in enumerate(scales)]}
+        )
         body = greedy(words(20), 12, n_probs=2, **more)
         _same(ours.post("/completion", body), theirs.post("/completion", body))
 

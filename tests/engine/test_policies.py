@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import pytest
-from conftest import EngineFactory, OracleFactory
-from enginekit.check import assert_equal_tokens
-from enginekit.phase import Story
-from enginekit.prompts import words
-from enginekit.server import EXACT, greedy
-from enginekit.waiting import eventually
+
+from tests.engine.conftest import EngineFactory, OracleFactory
+from tests.engine.enginekit.check import assert_equal_tokens
+from tests.engine.enginekit.http import Exchange
+from tests.engine.enginekit.phase import Story
+from tests.engine.enginekit.prompts import words
+from tests.engine.enginekit.server import EXACT, greedy
+from tests.engine.enginekit.waiting import eventually
 
 SLOW = "llama-mid"
 POOL = 1024
@@ -41,18 +46,14 @@ def test_the_environment_sets_the_policy(engine: EngineFactory) -> None:
     ],
     ids=lambda flags: f"{flags[0][8:]}={flags[1]}",
 )
-def test_bad_flags_are_refused_by_name(
-    engine: EngineFactory, flags: tuple[str, str]
-) -> None:
+def test_bad_flags_are_refused_by_name(engine: EngineFactory, flags: tuple[str, str]) -> None:
     """The engine ends at once and names the flag."""
     with pytest.raises(AssertionError, match="engine ended") as caught:
         engine(args=flags)
     assert flags[0] in str(caught.value)
 
 
-def test_yield_lets_a_late_prompt_in_after_its_quantum(
-    engine: EngineFactory, oracle: OracleFactory
-) -> None:
+def test_yield_lets_a_late_prompt_in_after_its_quantum(engine: EngineFactory, oracle: OracleFactory) -> None:
     """The late prompt starts within quantum + one decode call; the paused answers are unharmed."""
     model = oracle(SLOW)
     running = model.steady((words(9, seed) for seed in range(50)), 2, 900)
@@ -76,21 +77,16 @@ def test_yield_lets_a_late_prompt_in_after_its_quantum(
     waited_ms = (joined.t_us - queued.t_us) / 1000
     assert waited_ms >= quantum_ms
     # one decode call later, at the latest: no view begins and ends in between
-    between = [
-        v for v in server.trace() if queued.t_us + quantum_ms * 1000 < v.t_us < joined.t_us
-    ]
+    between = [v for v in server.trace() if queued.t_us + quantum_ms * 1000 < v.t_us < joined.t_us]
     assert len(between) <= 2, f"{len(between)} views after the quantum was over"
     pause, resume = (
-        next(e for e in story.all(kind, "old0") if e.seq > queued.seq)
-        for kind in ("pause", "resume")
+        next(e for e in story.all(kind, "old0") if e.seq > queued.seq) for kind in ("pause", "resume")
     )
     assert pause.seq < story.seq("ready", "late") < resume.seq
     assert server.metrics()["phase_yield_total"] >= 1
     paused_ms = sum(
         (resumed.t_us - paused.t_us) / 1000
-        for paused, resumed in zip(
-            story.all("pause", "old0"), story.all("resume", "old0"), strict=True
-        )
+        for paused, resumed in zip(story.all("pause", "old0"), story.all("resume", "old0"), strict=True)
     )
     assert streams[0].final["timings"]["paused_ms"] == pytest.approx(paused_ms, rel=0.1, abs=5)
 
@@ -111,9 +107,9 @@ def test_yield_rests_the_generation_at_least_its_quantum(engine: EngineFactory) 
     for pause in pauses:
         opening = max((e for e in openings if e.seq < pause.seq), key=lambda e: e.seq)
         assert pause.t_us - opening.t_us >= quantum_ms * 1000
-        assert any(
-            opening.t_us < view.t_us <= pause.t_us and view.generated for view in server.trace()
-        ), "paused before it made a step"
+        assert any(opening.t_us < view.t_us <= pause.t_us and view.generated for view in server.trace()), (
+            "paused before it made a step"
+        )
 
 
 @pytest.mark.parametrize("policy", ["drain", "yield"])
@@ -140,9 +136,12 @@ def test_the_pool_is_kept_for_running_answers(
     assert_equal_tokens(newcomer.ok().token_ids, late.tokens, "the late answer")
 
 
-def test_a_prompt_that_outgrows_the_pool_queues_again(
-    engine: EngineFactory, oracle: OracleFactory
-) -> None:
+def _has_tokens(stream: Exchange, count: int) -> bool:
+    assert not stream.done, stream.describe()
+    return len(stream.token_ids) >= count
+
+
+def test_a_prompt_that_outgrows_the_pool_queues_again(engine: EngineFactory, oracle: OracleFactory) -> None:
     """Endless answers (no length known) are paused; the pool fails; the late one waits, unharmed."""
     unified = ("-fa", "off", "-ctk", "f32", "-ctv", "f32", "--kv-unified", "--no-cache-idle-slots")
     model = oracle(SLOW)
@@ -156,9 +155,7 @@ def test_a_prompt_that_outgrows_the_pool_queues_again(
     streams[1].wait_token()
     newcomer = server.start({**late.body, "stream": True, "return_progress": True}, tag="late")
     for stream, reference in zip(streams, running, strict=True):
-        stream.wait(
-            lambda e, s=stream: len(s.token_ids) >= 300, "300 tokens", timeout_s=60
-        )
+        eventually(partial(_has_tokens, stream, 300), "300 tokens", timeout_s=60)
         assert_equal_tokens(stream.token_ids[:300], reference.tokens, "a running answer")
         stream.close()
     assert_equal_tokens(newcomer.ok().token_ids, late.tokens, "the late answer")
@@ -166,9 +163,7 @@ def test_a_prompt_that_outgrows_the_pool_queues_again(
         assert stream.error is None or stream.cut
 
 
-def test_a_late_arrival_cannot_kill_a_running_cohort(
-    engine: EngineFactory, oracle: OracleFactory
-) -> None:
+def test_a_late_arrival_cannot_kill_a_running_cohort(engine: EngineFactory, oracle: OracleFactory) -> None:
     """A queued slot's cached prefix is given up when the running answers need its room."""
     unified = ("-fa", "off", "-ctk", "f32", "-ctv", "f32", "--kv-unified", "--no-cache-idle-slots")
     wanted = oracle(SLOW).steady((words(20, seed) for seed in range(60)), 1, 700)[0]
@@ -229,9 +224,7 @@ def test_waiting_is_billed_as_waiting(engine: EngineFactory) -> None:
     assert found["late"]["queue_ms"] == pytest.approx((joined.t_us - queued.t_us) / 1000, abs=5)
     assert found["late"]["queue_ms"] > found["late"]["prompt_ms"]
     total_ms = 1000 * ((late.ended_at_s or 0) - late.sent_at_s)
-    billed = sum(
-        found["late"][field] for field in ("queue_ms", "barrier_ms", "prompt_ms", "predicted_ms")
-    )
+    billed = sum(found["late"][field] for field in ("queue_ms", "barrier_ms", "prompt_ms", "predicted_ms"))
     assert billed <= total_ms + 5
     assert found["long"]["queue_ms"] < 50
     assert found["long"]["paused_ms"] == 0
@@ -240,7 +233,7 @@ def test_waiting_is_billed_as_waiting(engine: EngineFactory) -> None:
 def test_waiting_does_not_count_against_the_time_limit(engine: EngineFactory) -> None:
     """`t_max_predict_ms` measures generation only: a pause does not shorten the answer."""
     server = engine(SLOW, "yield", ("-b", "64", "--phase-yield-ms", "20"))
-    limited = {"t_max_predict_ms": 3000, "n_indent": 1}
+    limited: dict[str, Any] = {"t_max_predict_ms": 3000, "n_indent": 1}
     prompt = words(9)
     running = server.stream(prompt, 60, tag="running", **limited)
     running.wait_token()

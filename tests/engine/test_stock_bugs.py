@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from conftest import EngineFactory, OracleFactory
-from enginekit.check import assert_equal_tokens
-from enginekit.models import zoo
-from enginekit.prompts import words
-from enginekit.server import EXACT, Server, greedy
-from enginekit.waiting import eventually
+
+from tests.engine.conftest import EngineFactory, OracleFactory
+from tests.engine.enginekit.check import assert_equal_tokens
+from tests.engine.enginekit.models import zoo
+from tests.engine.enginekit.prompts import words
+from tests.engine.enginekit.server import EXACT, Server, greedy
+from tests.engine.enginekit.waiting import eventually
 
 ALL_POLICIES = ("mixed", "drain", "yield")
 
@@ -22,9 +23,7 @@ def _assert_quiet(server: Server) -> None:
 
 @pytest.mark.parametrize("policy", ALL_POLICIES)
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-def test_an_empty_prompt_with_children_is_answered(
-    engine: EngineFactory, policy: str, stream: bool
-) -> None:
+def test_an_empty_prompt_with_children_is_answered(engine: EngineFactory, policy: str, stream: bool) -> None:
     """The parent ends without a prompt; its orphan is promoted, answers, and nothing spins."""
     server = engine(policy=policy)
     body: dict[str, Any] = {"prompt": "", "n_cmpl": 2, "n_predict": 5, "stream": stream}
@@ -134,7 +133,7 @@ def _marker(server: Server) -> str:
 
 
 @pytest.mark.parametrize("policy", ALL_POLICIES)
-def test_pictures_in_company(engine: EngineFactory, stock: EngineFactory, policy: str) -> None:
+def test_contract_pictures_in_company(engine: EngineFactory, stock: EngineFactory, policy: str) -> None:
     """Image prompts and text prompts in one cohort: each answer is the single one of stock."""
     plain = _vision(stock, None)
     server = _vision(engine, policy, "-b", "128", "--phase-yield-ms", "20")

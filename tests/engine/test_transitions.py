@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
+from functools import partial
 from statistics import median
+from typing import Any
 
 import pytest
-from conftest import EngineFactory
-from enginekit.http import Exchange
-from enginekit.phase import EVENTS, PhaseEvent, Story
-from enginekit.prompts import words
-from enginekit.replay import Replay
-from enginekit.server import Server, greedy
-from enginekit.waiting import eventually
+
+from tests.engine.conftest import EngineFactory
+from tests.engine.enginekit.http import Exchange
+from tests.engine.enginekit.phase import EVENTS, PhaseEvent, Story
+from tests.engine.enginekit.prompts import words
+from tests.engine.enginekit.replay import Replay
+from tests.engine.enginekit.server import Server, greedy
+from tests.engine.enginekit.waiting import eventually
 
 TOTALS = {
     "phase_prefill_seconds_total": "prefill",
@@ -28,7 +31,7 @@ def _scripted(server: Server, seed: int, count: int = 24) -> None:
     rng = random.Random(seed)
     running: list[Exchange] = []
     for number in range(count):
-        more = {"n_cmpl": 2} if rng.random() < 0.15 else {}
+        more: dict[str, Any] = {"n_cmpl": 2} if rng.random() < 0.15 else {}
         tag = f"s{seed}.{number}"
         body = greedy(words(rng.choice((3, 40, 300)), number), rng.choice((1, 4, 60)), **more)
         running.append(server.start(body | {"stream": rng.random() < 0.5}, tag=tag))
@@ -94,9 +97,7 @@ def test_the_tag_ties_a_slot_to_its_request(engine: EngineFactory) -> None:
     assert tags.count("chat-1.2_B") == 2
     assert tags.count("") == 2
     server.cut_all()
-    eventually(
-        lambda: {slot["phase"]["request"] for slot in server.slots()} == {""}, "no tag is left"
-    )
+    eventually(lambda: {slot["phase"]["request"] for slot in server.slots()} == {""}, "no tag is left")
 
 
 @pytest.mark.parametrize(
@@ -190,9 +191,7 @@ def _keep_busy(server: Server, total: int, lengths: tuple[int, ...], header: str
     headers = {} if header is None else {"x-phase-gather-ms": header}
     flight: list[Exchange] = []
     for number in range(total):
-        flight.append(
-            server.stream(words(9, number), lengths[number % len(lengths)], headers=headers)
-        )
+        flight.append(server.stream(words(9, number), lengths[number % len(lengths)], headers=headers))
         if len(flight) == 5:
             eventually(lambda: any(x.done for x in flight), "one ends", poll_s=0.0005)
             flight = [exchange for exchange in flight if not exchange.done]
@@ -201,15 +200,17 @@ def _keep_busy(server: Server, total: int, lengths: tuple[int, ...], header: str
 
 
 def _seal_sizes_and_gaps(server: Server) -> tuple[list[int], list[float]]:
+    """Return each cohort's members at its seal, and ms from each idle to the next cohort."""
     events = server.events()
     sizes = [e.tokens for e in events if e.event == "seal"]
-    idles = [e.t_us for e in events if e.event == "idle"]
-    prompts = [view.t_us for view in server.trace() if view.prompt]
     gaps = []
-    for idle in idles[:-1]:
-        following = [t for t in prompts if t > idle]
-        if following:
-            gaps.append((following[0] - idle) / 1000)
+    idle: int | None = None
+    for event in events:
+        if event.event == "idle":
+            idle = event.t_us
+        elif event.event == "admit" and event.cohort and idle is not None:
+            gaps.append((event.t_us - idle) / 1000)
+            idle = None
     return sizes, gaps
 
 
@@ -222,18 +223,7 @@ def test_one_standby_fills_the_cohorts(engine: EngineFactory) -> None:
     assert len(steady) >= 8
     assert median(steady) == 4, sizes
     assert sum(size == 4 for size in steady) >= 0.8 * len(steady), sizes
-    assert median(gaps[1:-2]) <= 10 + _prefill_ms(server), gaps
-
-
-def _prefill_ms(server: Server) -> float:
-    """Return the median time of one prompt view, which the gap to its end includes."""
-    views = server.trace()
-    spans = [
-        (b.t_us - a.t_us) / 1000
-        for a, b in zip(views, views[1:], strict=False)
-        if a.prompt and b.generated
-    ]
-    return median(spans) * 8 if spans else 0.0
+    assert median(gaps[1:-2]) <= 10, gaps
 
 
 def test_a_hint_fills_cohorts_of_equal_answers(engine: EngineFactory) -> None:
@@ -246,6 +236,10 @@ def test_a_hint_fills_cohorts_of_equal_answers(engine: EngineFactory) -> None:
     assert sum(size == 4 for size in steady) >= 0.8 * len(steady), sizes
 
 
+def _deferred(server: Server, count: int, running: Exchange) -> bool:
+    return running.done or server.metrics()["requests_deferred"] >= count
+
+
 def test_deferred_requests_keep_their_order(engine: EngineFactory) -> None:
     """When several slots are freed in one step, those who waited longest come first."""
     server = engine("llama-mid", "drain", ("-b", "512"))
@@ -254,11 +248,7 @@ def test_deferred_requests_keep_their_order(engine: EngineFactory) -> None:
     waiting = []
     for number in range(8):
         waiting.append(server.start(greedy(words(9, 10 + number), 10), tag=f"w{number}"))
-        seen = number + 1
-        eventually(
-            lambda s=seen: server.metrics()["requests_deferred"] >= s or running.done,
-            "it is deferred",
-        )
+        eventually(partial(_deferred, server, number + 1, running), "it is deferred")
     for exchange in (running, *waiting):
         exchange.ok()
     story = Story(server.events())

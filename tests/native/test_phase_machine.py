@@ -28,17 +28,13 @@ def _build(name: str, folder: Path, *flags: str) -> Path:
         *(str(NATIVE / "tests" / f"{name}.cpp"), str(NATIVE / "overlay" / "phase-machine.cpp")),
         *("-o", str(target)),
     ]
-    built = subprocess.run(
-        command, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S, check=False
-    )
+    built = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S, check=False)
     assert built.returncode == 0, built.stderr
     return target
 
 
 def _run(target: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [str(target)], capture_output=True, text=True, timeout=RUN_TIMEOUT_S, check=False
-    )
+    return subprocess.run([str(target)], capture_output=True, text=True, timeout=RUN_TIMEOUT_S, check=False)
 
 
 def test_each_sentence_of_the_contract(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import gguf
 import numpy as np
-
 from zoo_vocab import CHAT_TEMPLATE, Vocab, bpe_vocab, spm_vocab
 from zoo_weights import (
     EOS_LOGIT,
@@ -107,9 +106,7 @@ def _ends(family: str, vocab: Vocab, shape: Shape, *, eos_logit: float = EOS_LOG
     }
 
 
-def _llama_tensors(
-    family: str, vocab: Vocab, shape: Shape, *, eos_logit: float = EOS_LOGIT
-) -> Tensors:
+def _llama_tensors(family: str, vocab: Vocab, shape: Shape, *, eos_logit: float = EOS_LOGIT) -> Tensors:
     tensors = _ends(family, vocab, shape, eos_logit=eos_logit)
     for block in range(shape.layers):
         tensors[f"blk.{block}.attn_norm.weight"] = ones(shape.embd)
@@ -312,16 +309,12 @@ def mamba(path: Path) -> None:
             f"{base}.ssm_in.weight": normal(f"{seed}.ssm_in", (2 * inner, embd), 1.5 / embd**0.5),
             f"{base}.ssm_conv1d.weight": normal(f"{seed}.ssm_conv1d", (inner, conv), 0.5),
             f"{base}.ssm_conv1d.bias": zeros(inner),
-            f"{base}.ssm_x.weight": normal(
-                f"{seed}.ssm_x", (rank + 2 * state, inner), 0.8 / inner**0.5
-            ),
+            f"{base}.ssm_x.weight": normal(f"{seed}.ssm_x", (rank + 2 * state, inner), 0.8 / inner**0.5),
             f"{base}.ssm_dt.weight": normal(f"{seed}.ssm_dt", (inner, rank), 0.5),
             f"{base}.ssm_dt.bias": zeros(inner) - 1.0,
             f"{base}.ssm_a": decay,
             f"{base}.ssm_d": ones(inner),
-            f"{base}.ssm_out.weight": writer_matrix(
-                f"{seed}.ssm_out", (embd, inner), 0.35 / inner**0.5
-            ),
+            f"{base}.ssm_out.weight": writer_matrix(f"{seed}.ssm_out", (embd, inner), 0.35 / inner**0.5),
         }
     write(path, "mamba", keys, tensors, vocab)
 
@@ -381,9 +374,7 @@ def qwen35_mtp(path: Path) -> None:
         "blk.0.ssm_beta.weight": normal(f"{seed}.ssm_beta", (value_heads, embd), 1.0 / embd**0.5),
         "blk.0.ssm_alpha.weight": normal(f"{seed}.ssm_alpha", (value_heads, embd), 1.0 / embd**0.5),
         "blk.0.ssm_norm.weight": ones(state),
-        "blk.0.ssm_out.weight": writer_matrix(
-            f"{seed}.ssm_out", (embd, inner), 0.2 / inner**0.5
-        ),
+        "blk.0.ssm_out.weight": writer_matrix(f"{seed}.ssm_out", (embd, inner), 0.2 / inner**0.5),
     }
     tensors |= feed_forward(family, 0, shape, scale=0.1)
     for block, scale in ((1, 0.2), (2, 0.1)):
@@ -429,5 +420,3 @@ def step35_mtp(path: Path) -> None:
             tensors |= _copy_block(tensors, "ffn_down", shape.layers - 1, block)
             tensors |= _next_token_block(family, block, embd)
     write(path, "step35", keys, tensors, vocab)
-
-

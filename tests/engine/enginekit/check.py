@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-from enginekit.http import Exchange
-from enginekit.server import Server
-from enginekit.trace import View
-from enginekit.waiting import eventually
+from tests.engine.enginekit.http import Exchange
+from tests.engine.enginekit.server import Server
+from tests.engine.enginekit.trace import View
+from tests.engine.enginekit.waiting import eventually
 
-GAUGES = tuple(
-    f"phase_members_{state}" for state in ("queued", "prefill", "ready", "generate", "paused")
-)
+GAUGES = tuple(f"phase_members_{state}" for state in ("queued", "prefill", "ready", "generate", "paused"))
 MIXED, EARLY = "decode_mixed_batches_total", "phase_early_tokens_total"
 
 

@@ -6,6 +6,7 @@ this process. Within one connection it is the server's own order.
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import itertools
 import json
@@ -101,9 +102,7 @@ def request(
         connection.close()
 
 
-def _payload(
-    body: Any, headers: Mapping[str, str] | None
-) -> tuple[bytes | None, dict[str, str]]:
+def _payload(body: Any, headers: Mapping[str, str] | None) -> tuple[bytes | None, dict[str, str]]:
     sent = {"connection": "close", **(headers or {})}
     if body is None or isinstance(body, bytes):
         return body, sent
@@ -141,9 +140,7 @@ class Exchange:
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
 
-    def _send(
-        self, port: int, path: str, body: Json, headers: Mapping[str, str] | None
-    ) -> None:
+    def _send(self, port: int, path: str, body: Json, headers: Mapping[str, str] | None) -> None:
         payload, sent = _payload(body, headers)
         assert payload is not None
         head = [f"POST {path} HTTP/1.1", f"host: 127.0.0.1:{port}"]
@@ -189,9 +186,7 @@ class Exchange:
                     self.error = payload
                 self._changed.notify_all()
 
-    def wait(
-        self, wanted: Callable[[Event], bool], what: str, *, timeout_s: float = 30.0
-    ) -> Event:
+    def wait(self, wanted: Callable[[Event], bool], what: str, *, timeout_s: float = 30.0) -> Event:
         """Return the first event that is ``wanted``; fail when the stream ends without it."""
         deadline = time.monotonic() + timeout_s
         seen = 0
@@ -209,8 +204,9 @@ class Exchange:
     def wait_progress(self, *, timeout_s: float = 30.0) -> Event:
         """Wait until a part of the prompt, but not all of it, was processed."""
         return self.wait(
-            lambda e: e.progress is not None
-            and e.progress["cache"] < e.progress["processed"] < e.progress["total"],
+            lambda e: (
+                e.progress is not None and e.progress["cache"] < e.progress["processed"] < e.progress["total"]
+            ),
             "progress within the prompt",
             timeout_s=timeout_s,
         )
@@ -248,10 +244,8 @@ class Exchange:
     def close(self) -> None:
         """Cut the connection now and wait for the reader to notice."""
         self.cut = True
-        try:
+        with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass
         self._thread.join(10.0)
 
     @property

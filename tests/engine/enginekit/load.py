@@ -8,9 +8,9 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from enginekit.http import Exchange
-from enginekit.prompts import words
-from enginekit.server import Server
+from tests.engine.enginekit.http import Exchange
+from tests.engine.enginekit.prompts import words
+from tests.engine.enginekit.server import Server
 
 ALLOWED_STATUS = frozenset({200})
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import os
 import sys
 import tempfile
@@ -33,9 +34,7 @@ def zoo(name: str) -> Path:
     if not path.exists():
         if str(ZOO) not in sys.path:
             sys.path.insert(0, str(ZOO))
-        import make_models  # noqa: PLC0415  (lives outside the package tree)
-
-        make_models.make(path.parent, [name])
+        importlib.import_module("make_models").make(path.parent, [name])
     return path
 
 

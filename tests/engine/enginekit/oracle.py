@@ -13,8 +13,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from enginekit.http import Json
-from enginekit.server import Server, greedy
+from tests.engine.enginekit.http import Json
+from tests.engine.enginekit.server import Server, greedy
 
 MIN_GAP = 1e-3
 
@@ -47,9 +47,7 @@ class Oracle:
             self._known[key] = Reference(body, answer["tokens"], answer["content"], gap)
         return self._known[key]
 
-    def steady(
-        self, prompts: Iterable[str], count: int, n_predict: int, **more: Any
-    ) -> list[Reference]:
+    def steady(self, prompts: Iterable[str], count: int, n_predict: int, **more: Any) -> list[Reference]:
         """Return references for the first ``count`` prompts without a near tie."""
         found: list[Reference] = []
         for prompt in prompts:

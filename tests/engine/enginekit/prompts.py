@@ -4,10 +4,38 @@ from __future__ import annotations
 
 import random
 
-WORDS = (
-    "river mill boat children bank spring salt wood letters rain bridge stories fox lamp girl "
-    "wind evening light water gold birds home doors dark stone time road people name end"
-).split()
+WORDS = [
+    "river",
+    "mill",
+    "boat",
+    "children",
+    "bank",
+    "spring",
+    "salt",
+    "wood",
+    "letters",
+    "rain",
+    "bridge",
+    "stories",
+    "fox",
+    "lamp",
+    "girl",
+    "wind",
+    "evening",
+    "light",
+    "water",
+    "gold",
+    "birds",
+    "home",
+    "doors",
+    "dark",
+    "stone",
+    "time",
+    "road",
+    "people",
+    "name",
+    "end",
+]
 
 
 def words(count: int, seed: int = 0) -> str:

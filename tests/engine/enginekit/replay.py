@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 
-from enginekit.phase import PhaseEvent
+from tests.engine.enginekit.phase import PhaseEvent
 
 # from which member states an event may come
 _LEGAL = {
@@ -28,7 +28,7 @@ class Replay:
         self.sealed = False
         self.members = ["none"] * slots
         self.cohorts = [0] * slots
-        self.seconds: Counter[str] = Counter()
+        self.seconds: defaultdict[str, float] = defaultdict(float)
         self.entered: Counter[str] = Counter()
         self.yields = 0
         self._engine_since = 0

@@ -10,14 +10,14 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import psutil
 
-from enginekit.http import Answer, Exchange, Json, request
-from enginekit.phase import PhaseEvent, parse_events
-from enginekit.trace import View, read_trace
-from enginekit.waiting import eventually
+from tests.engine.enginekit.http import Answer, Exchange, Json, request
+from tests.engine.enginekit.phase import PhaseEvent, parse_events
+from tests.engine.enginekit.trace import View, read_trace
+from tests.engine.enginekit.waiting import eventually
 
 READY_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 5.0
@@ -57,7 +57,7 @@ class Server:
         self._exchanges: list[Exchange] = []
         self.port = 0
 
-    def __enter__(self) -> Server:
+    def __enter__(self) -> Self:
         with self.log_path.open("wb") as log:
             self._process = subprocess.Popen(
                 self.command, stdout=log, stderr=subprocess.STDOUT, env=self._env
@@ -84,9 +84,7 @@ class Server:
             return int(found[1]) if found else None
 
         self.port = eventually(listening, "the engine listens", timeout_s=READY_TIMEOUT_S)
-        eventually(
-            lambda: self.get("/health").status == 200, "healthy", timeout_s=READY_TIMEOUT_S
-        )
+        eventually(lambda: self.get("/health").status == 200, "healthy", timeout_s=READY_TIMEOUT_S)
 
     @property
     def pid(self) -> int:
