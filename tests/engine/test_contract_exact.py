@@ -147,6 +147,23 @@ def test_contract_incompatible_groups_in_one_cohort(
 
 
 @pytest.mark.parametrize("policy", POLICIES)
+def test_contract_activated_adapters_in_one_cohort(
+    engine: EngineFactory, oracle: OracleFactory, policy: str
+) -> None:
+    """Several prompts invoke the adapter at different places: each before it, without it."""
+    flags = (*EXACT, "--lora", str(zoo("alora")))
+    lora = [{"id": 0, "scale": 1.0}]
+    wanted = []
+    for number, before in enumerate((40, 5, 120, 0)):
+        prompts = (f"{words(before, 30 * number + s)} <tool_call> {words(6, s)}" for s in range(25))
+        wanted += oracle(args=flags).steady(prompts, 1, 20, lora=lora)
+    plain = oracle(args=flags).ask(wanted[0].body["prompt"], 20, lora=[{"id": 0, "scale": 0.0}])
+    assert plain.tokens != wanted[0].tokens, "the adapter does nothing"
+    server = engine(policy=policy, args=(*flags, "-b", "64", "--phase-admit-ms", "200"))
+    _assert_equal(_run_all(server, wanted), wanted)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
 def test_contract_cached_continuation(engine: EngineFactory, oracle: OracleFactory, policy: str) -> None:
     """A conversation's second turn reuses its first, in company, with the right answer."""
     first = words(120, 500)
@@ -289,16 +306,19 @@ def test_contract_a_family_in_company(engine: EngineFactory, oracle: OracleFacto
 
 @pytest.mark.parametrize("policy", ALL_POLICIES)
 def test_contract_context_shift(engine: EngineFactory, oracle: OracleFactory, policy: str) -> None:
-    """An answer longer than its context is stock's, in company of another one that shifts."""
+    """Answers longer than their context are stock's, although they share and are paused."""
     shift = (*EXACT, "--context-shift")
     prompts = (words(20, seed) for seed in range(60))
     wanted = oracle(args=shift, context=512).steady(prompts, 2, 700)
-    args = (*shift, "-b", "64", "--phase-yield-ms", "20")
-    server = engine(policy=policy, args=args, slots=2, context=1024)
+    args = (*shift, "-b", "64", "--phase-yield-ms", "10", "--phase-admit-ms", "100")
+    server = engine(policy=policy, args=args, slots=3, context=1536)
     found = [server.start(reference.body) for reference in wanted]
+    while not all(exchange.done for exchange in found):
+        server.complete(words(40, 3), 2)
     for exchange, reference in zip(found, wanted, strict=True):
         assert exchange.ok().final["truncated"] is True
         assert_equal_tokens(exchange.token_ids, reference.tokens, "the shifted answer")
+    assert (server.metrics()["phase_yield_total"] > 0) == (policy == "yield")
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -182,3 +182,23 @@ def test_contract_slots_and_metrics_tell_each_state(engine: EngineFactory, polic
     short.ok()
     server.wait_idle()
     assert server.phase()["engine"] == "idle"
+
+
+def test_contract_a_long_decode_call_is_visible(engine: EngineFactory) -> None:
+    """`decode_running_ms` grows while a decode call runs, and is 0 when none does."""
+    server = engine(SLOW, args=("-b", "2048", "-ub", "2048"))
+    assert server.phase()["decode_running_ms"] == 0
+    running = server.stream(words(1100), 3)
+    first = eventually(lambda: server.phase()["decode_running_ms"], "a decode call runs")
+    eventually(lambda: server.phase()["decode_running_ms"] > first + 20, "it goes on")
+    running.ok()
+    server.wait_idle()
+    assert server.phase()["decode_running_ms"] == 0
+
+
+def test_contract_props_name_the_build(engine: EngineFactory) -> None:
+    """`/props` says from which pin, series and flags the engine was built."""
+    build = engine().get("/props").ok()["build"]
+    assert build, "no build identity"
+    assert all(isinstance(value, str) and value for value in build.values()), build
+    assert {"pin", "series", "flags"} <= set(build), build

@@ -80,6 +80,30 @@ def test_a_silent_client_that_leaves_is_noticed(engine: EngineFactory, policy: s
     assert not running.done
 
 
+@pytest.mark.parametrize("policy", ALL_POLICIES)
+@pytest.mark.parametrize("moment", ["prefill", "decode"])
+def test_a_pinned_request_spares_the_busy_slot(
+    engine: EngineFactory, oracle: OracleFactory, policy: str, moment: str
+) -> None:
+    """`id_slot` of a busy slot waits for it; it does not load a cached prompt into it."""
+    count, n_predict = (600, 10) if moment == "prefill" else (12, 300)
+    prompts = (words(count, seed) for seed in range(50))
+    wanted = oracle("llama-mid").steady(prompts, 1, n_predict)[0]
+    server = engine("llama-mid", policy, (*EXACT, "-b", "64"))
+    talk = words(500, 77)
+    server.complete(talk, 2, cache_prompt=True, id_slot=1)
+    server.complete(words(500, 78), 2, cache_prompt=True, id_slot=1)
+    body = {**wanted.body, "stream": True, "return_progress": True, "id_slot": 0}
+    running = server.start(body, tag="running")
+    if moment == "prefill":
+        running.wait_progress()
+    else:
+        running.wait_token()
+    pinned = server.start(greedy(talk, 3, id_slot=0, cache_prompt=True), tag="pinned")
+    assert_equal_tokens(running.ok().token_ids, wanted.tokens, "the running answer")
+    pinned.ok()
+
+
 def _png(shade: int) -> str:
     """Return a data URI of a 56x56 picture in one shade of grey."""
     import base64

@@ -28,6 +28,7 @@ MODELS: dict[str, Recipe] = {
     "llama-draft": zoo_archs.llama_draft,
     "lora-a": zoo_archs.lora_a,
     "lora-b": zoo_archs.lora_b,
+    "alora": zoo_archs.alora,
     "bert-embed": zoo_archs.bert_embed,
     "bert-rerank": zoo_archs.bert_rerank,
     "gemma3-swa": zoo_archs.gemma3_swa,

@@ -34,8 +34,18 @@ BERT = Shape(heads=2, kv_heads=2, context=2048)
 FILE_TYPE_F32 = 0
 
 
-def write(path: Path, arch: str, keys: Keys, tensors: Tensors, vocab: Vocab | None) -> None:
-    """Write one GGUF file: keys in the given order, then tensors in the given order."""
+def write(
+    path: Path,
+    arch: str,
+    keys: Keys,
+    tensors: Tensors,
+    vocab: Vocab | None,
+    invocation: tuple[int, ...] = (),
+) -> None:
+    """Write one GGUF file: keys in the given order, then tensors in the given order.
+
+    ``invocation`` tokens make the file an activated adapter.
+    """
     writer = gguf.GGUFWriter(path, arch)
     for key, value in keys.items():
         match value:
@@ -49,6 +59,13 @@ def write(path: Path, arch: str, keys: Keys, tensors: Tensors, vocab: Vocab | No
                 writer.add_string(key, value)
             case list():
                 writer.add_array(key, value)
+    if invocation:
+        writer.add_key_value(
+            "adapter.alora.invocation_tokens",
+            list(invocation),
+            gguf.GGUFValueType.ARRAY,
+            sub_type=gguf.GGUFValueType.UINT32,
+        )
     if vocab is not None:
         _add_vocab(writer, vocab)
     for name, data in tensors.items():
@@ -161,8 +178,8 @@ def llama_draft(path: Path) -> None:
     write(path, "llama", keys, tensors, vocab)
 
 
-def _lora(path: Path, label: str, rank: int) -> None:
-    """Write an adapter on ``llama``'s attention and feed-forward outputs."""
+def _lora(path: Path, label: str, rank: int, invocation: tuple[int, ...] = ()) -> None:
+    """Write an adapter on ``llama``; with ``invocation`` tokens it is an activated one (aLoRA)."""
     keys: Keys = {
         "general.type": "adapter",
         "general.name": f"zoo-lora-{label}",
@@ -182,7 +199,7 @@ def _lora(path: Path, label: str, rank: int) -> None:
             tensors[f"{base}.lora_a"] = normal(f"{seed}.a", (rank, fan_in), 1.0 / fan_in**0.5)
             grow = normal if matrix == "attn_q" else writer_matrix
             tensors[f"{base}.lora_b"] = grow(f"{seed}.b", (fan_out, rank), 1.0 / rank**0.5)
-    write(path, "llama", keys, tensors, None)
+    write(path, "llama", keys, tensors, None, invocation)
 
 
 def lora_a(path: Path) -> None:
@@ -245,6 +262,11 @@ def _bert(path: Path, name: str, pooling: int) -> None:
         tensors["cls.output.weight"] = normal(f"{name}/cls.output", (1, embd), 1.0)
         tensors["cls.output.bias"] = zeros(1)
     write(path, "bert", keys, tensors, vocab)
+
+
+def alora(path: Path) -> None:
+    """Write an adapter that starts to act at ``<tool_call>`` in the prompt."""
+    _lora(path, "c", 4, (bpe_vocab().tokens.index("<tool_call>"),))
 
 
 def bert_embed(path: Path) -> None:

@@ -177,7 +177,8 @@ class Exchange:
                     self.error = text
                 continue
             payload = text[5:].strip()
-            if payload == "[DONE]":
+            # the engine sends ``null`` when the second prompt of an array begins
+            if payload in ("[DONE]", "null"):
                 continue
             event = Event(next(_order), time.monotonic(), json.loads(payload))
             with self._changed:

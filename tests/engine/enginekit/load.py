@@ -27,7 +27,7 @@ def _request(rng: random.Random, number: int, *, adapters: int) -> tuple[str, di
     """Return path and body of one random request."""
     count = rng.choice((1, 3, 10, 40, 120, 300))
     if rng.random() < 0.08:
-        texts = [words(rng.randint(1, 30), number + i) for i in range(rng.randint(1, 3))]
+        texts = [words(rng.randint(1, 30), number + i) for i in range(rng.choice((1, 2, 9)))]
         return "/embeddings", {"content": texts}
     body: dict[str, Any] = {
         "n_predict": rng.choice((1, 2, 5, 20, 60)),
@@ -45,6 +45,8 @@ def _request(rng: random.Random, number: int, *, adapters: int) -> tuple[str, di
         body["prompt"] = words(count, number % 23)
     if rng.random() < 0.12:
         body["n_cmpl"] = rng.randint(2, 3)
+    elif rng.random() < 0.05:
+        body["id_slot"] = rng.randrange(4)
     if adapters and rng.random() < 0.4:
         body["lora"] = [{"id": i, "scale": rng.choice((0, 0.5, 1))} for i in range(adapters)]
     if body["stream"] and rng.random() < 0.5:

@@ -30,14 +30,14 @@ EXACT = ("-fa", "off", "-ctk", "f32", "-ctv", "f32")
 class Server:
     """One engine. Use it as a context manager.
 
-    ``args`` are appended to the flags every test needs (loopback, one thread, no
+    Without a model it is a router (``args`` say where its models are). ``args`` are appended to the flags every test needs (loopback, one thread, no
     network, metrics). The engine picks its own port, so there is no bind race.
     """
 
     def __init__(
         self,
         binary: Path,
-        model: Path,
+        model: Path | None,
         args: Sequence[str],
         folder: Path,
         *,
@@ -48,7 +48,8 @@ class Server:
         self.trace_path = folder / "trace.txt"
         self.command = [
             str(binary),
-            *("-m", str(model), "--host", "127.0.0.1", "--port", "0", "-t", "1"),
+            *(("-m", str(model)) if model else ()),
+            *("--host", "127.0.0.1", "--port", "0", "-t", "1"),
             *("--offline", "--metrics", "--slots"),
             *args,
         ]
@@ -115,12 +116,17 @@ class Server:
         process = self._process
         if process is None or process.poll() is not None:
             return
+        children = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(signal.SIGTERM)
         try:
             process.wait(STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait(STOP_TIMEOUT_S)
+        for child in children:
+            if child.is_running():
+                child.kill()
+        psutil.wait_procs(children, STOP_TIMEOUT_S)
 
     def get(self, path: str, *, timeout_s: float = 30.0) -> Answer:
         """GET ``path``."""
