@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import zoo_archs
+import zoo_vision
 
 Recipe = Callable[[Path], None]
 
@@ -27,12 +28,14 @@ MODELS: dict[str, Recipe] = {
     "llama-draft": zoo_archs.llama_draft,
     "lora-a": zoo_archs.lora_a,
     "lora-b": zoo_archs.lora_b,
+    "alora": zoo_archs.alora,
     "bert-embed": zoo_archs.bert_embed,
     "bert-rerank": zoo_archs.bert_rerank,
     "gemma3-swa": zoo_archs.gemma3_swa,
     "mamba": zoo_archs.mamba,
     "qwen35-mtp": zoo_archs.qwen35_mtp,
     "step35-mtp": zoo_archs.step35_mtp,
+    "mmproj-llava": zoo_vision.mmproj_llava,
 }
 
 

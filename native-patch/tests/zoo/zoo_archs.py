@@ -9,7 +9,6 @@ from pathlib import Path
 
 import gguf
 import numpy as np
-
 from zoo_vocab import CHAT_TEMPLATE, Vocab, bpe_vocab, spm_vocab
 from zoo_weights import (
     EOS_LOGIT,
@@ -35,8 +34,18 @@ BERT = Shape(heads=2, kv_heads=2, context=2048)
 FILE_TYPE_F32 = 0
 
 
-def _write(path: Path, arch: str, keys: Keys, tensors: Tensors, vocab: Vocab | None) -> None:
-    """Write one GGUF file: keys in the given order, then tensors in the given order."""
+def write(
+    path: Path,
+    arch: str,
+    keys: Keys,
+    tensors: Tensors,
+    vocab: Vocab | None,
+    invocation: tuple[int, ...] = (),
+) -> None:
+    """Write one GGUF file: keys in the given order, then tensors in the given order.
+
+    ``invocation`` tokens make the file an activated adapter.
+    """
     writer = gguf.GGUFWriter(path, arch)
     for key, value in keys.items():
         match value:
@@ -50,6 +59,13 @@ def _write(path: Path, arch: str, keys: Keys, tensors: Tensors, vocab: Vocab | N
                 writer.add_string(key, value)
             case list():
                 writer.add_array(key, value)
+    if invocation:
+        writer.add_key_value(
+            "adapter.alora.invocation_tokens",
+            list(invocation),
+            gguf.GGUFValueType.ARRAY,
+            sub_type=gguf.GGUFValueType.UINT32,
+        )
     if vocab is not None:
         _add_vocab(writer, vocab)
     for name, data in tensors.items():
@@ -107,9 +123,7 @@ def _ends(family: str, vocab: Vocab, shape: Shape, *, eos_logit: float = EOS_LOG
     }
 
 
-def _llama_tensors(
-    family: str, vocab: Vocab, shape: Shape, *, eos_logit: float = EOS_LOGIT
-) -> Tensors:
+def _llama_tensors(family: str, vocab: Vocab, shape: Shape, *, eos_logit: float = EOS_LOGIT) -> Tensors:
     tensors = _ends(family, vocab, shape, eos_logit=eos_logit)
     for block in range(shape.layers):
         tensors[f"blk.{block}.attn_norm.weight"] = ones(shape.embd)
@@ -123,7 +137,7 @@ def llama(path: Path) -> None:
     """Write the dense llama that most tests use."""
     vocab = bpe_vocab()
     keys = _decoder_keys("llama", "zoo-llama", SMALL, pre="qwen2")
-    _write(path, "llama", keys, _llama_tensors("llama", vocab, SMALL), vocab)
+    write(path, "llama", keys, _llama_tensors("llama", vocab, SMALL), vocab)
 
 
 def llama_eos(path: Path) -> None:
@@ -131,7 +145,7 @@ def llama_eos(path: Path) -> None:
     vocab = bpe_vocab()
     keys = _decoder_keys("llama", "zoo-llama-eos", SMALL, pre="qwen2")
     tensors = _llama_tensors("llama", vocab, SMALL, eos_logit=EOS_LOGIT_EAGER)
-    _write(path, "llama", keys, tensors, vocab)
+    write(path, "llama", keys, tensors, vocab)
 
 
 def llama_spm(path: Path) -> None:
@@ -140,14 +154,14 @@ def llama_spm(path: Path) -> None:
     keys = _decoder_keys("llama", "zoo-llama-spm", SMALL, pre="default")
     keys["tokenizer.ggml.add_bos_token"] = True
     keys["tokenizer.ggml.add_space_prefix"] = False
-    _write(path, "llama", keys, _llama_tensors("llama-spm", vocab, SMALL), vocab)
+    write(path, "llama", keys, _llama_tensors("llama-spm", vocab, SMALL), vocab)
 
 
 def llama_mid(path: Path) -> None:
     """Write a llama that is slow enough to be interrupted (25 MiB)."""
     vocab = bpe_vocab()
     keys = _decoder_keys("llama", "zoo-llama-mid", MID, pre="qwen2")
-    _write(path, "llama", keys, _llama_tensors("llama-mid", vocab, MID), vocab)
+    write(path, "llama", keys, _llama_tensors("llama-mid", vocab, MID), vocab)
 
 
 def llama_draft(path: Path) -> None:
@@ -161,11 +175,11 @@ def llama_draft(path: Path) -> None:
             noise = normal(f"llama-draft/{name}", data.shape, std)
             noise[np.all(data == 0.0, axis=1)] = 0.0
             tensors[name] = data + noise
-    _write(path, "llama", keys, tensors, vocab)
+    write(path, "llama", keys, tensors, vocab)
 
 
-def _lora(path: Path, label: str, rank: int) -> None:
-    """Write an adapter on ``llama``'s attention and feed-forward outputs."""
+def _lora(path: Path, label: str, rank: int, invocation: tuple[int, ...] = ()) -> None:
+    """Write an adapter on ``llama``; with ``invocation`` tokens it is an activated one (aLoRA)."""
     keys: Keys = {
         "general.type": "adapter",
         "general.name": f"zoo-lora-{label}",
@@ -185,7 +199,7 @@ def _lora(path: Path, label: str, rank: int) -> None:
             tensors[f"{base}.lora_a"] = normal(f"{seed}.a", (rank, fan_in), 1.0 / fan_in**0.5)
             grow = normal if matrix == "attn_q" else writer_matrix
             tensors[f"{base}.lora_b"] = grow(f"{seed}.b", (fan_out, rank), 1.0 / rank**0.5)
-    _write(path, "llama", keys, tensors, None)
+    write(path, "llama", keys, tensors, None, invocation)
 
 
 def lora_a(path: Path) -> None:
@@ -247,7 +261,12 @@ def _bert(path: Path, name: str, pooling: int) -> None:
         tensors["cls.bias"] = zeros(embd)
         tensors["cls.output.weight"] = normal(f"{name}/cls.output", (1, embd), 1.0)
         tensors["cls.output.bias"] = zeros(1)
-    _write(path, "bert", keys, tensors, vocab)
+    write(path, "bert", keys, tensors, vocab)
+
+
+def alora(path: Path) -> None:
+    """Write an adapter that starts to act at ``<tool_call>`` in the prompt."""
+    _lora(path, "c", 4, (bpe_vocab().tokens.index("<tool_call>"),))
 
 
 def bert_embed(path: Path) -> None:
@@ -277,7 +296,7 @@ def gemma3_swa(path: Path) -> None:
             tensors[f"blk.{block}.{norm}.weight"] = ones(shape.head_dim)
         for norm in ("post_attention_norm", "post_ffw_norm"):
             tensors[f"blk.{block}.{norm}.weight"] = post_norm.copy()
-    _write(path, "gemma3", keys, tensors, vocab)
+    write(path, "gemma3", keys, tensors, vocab)
 
 
 def mamba(path: Path) -> None:
@@ -312,18 +331,14 @@ def mamba(path: Path) -> None:
             f"{base}.ssm_in.weight": normal(f"{seed}.ssm_in", (2 * inner, embd), 1.5 / embd**0.5),
             f"{base}.ssm_conv1d.weight": normal(f"{seed}.ssm_conv1d", (inner, conv), 0.5),
             f"{base}.ssm_conv1d.bias": zeros(inner),
-            f"{base}.ssm_x.weight": normal(
-                f"{seed}.ssm_x", (rank + 2 * state, inner), 0.8 / inner**0.5
-            ),
+            f"{base}.ssm_x.weight": normal(f"{seed}.ssm_x", (rank + 2 * state, inner), 0.8 / inner**0.5),
             f"{base}.ssm_dt.weight": normal(f"{seed}.ssm_dt", (inner, rank), 0.5),
             f"{base}.ssm_dt.bias": zeros(inner) - 1.0,
             f"{base}.ssm_a": decay,
             f"{base}.ssm_d": ones(inner),
-            f"{base}.ssm_out.weight": writer_matrix(
-                f"{seed}.ssm_out", (embd, inner), 0.35 / inner**0.5
-            ),
+            f"{base}.ssm_out.weight": writer_matrix(f"{seed}.ssm_out", (embd, inner), 0.35 / inner**0.5),
         }
-    _write(path, "mamba", keys, tensors, vocab)
+    write(path, "mamba", keys, tensors, vocab)
 
 
 def _next_token_block(family: str, block: int, embd: int) -> Tensors:
@@ -381,9 +396,7 @@ def qwen35_mtp(path: Path) -> None:
         "blk.0.ssm_beta.weight": normal(f"{seed}.ssm_beta", (value_heads, embd), 1.0 / embd**0.5),
         "blk.0.ssm_alpha.weight": normal(f"{seed}.ssm_alpha", (value_heads, embd), 1.0 / embd**0.5),
         "blk.0.ssm_norm.weight": ones(state),
-        "blk.0.ssm_out.weight": writer_matrix(
-            f"{seed}.ssm_out", (embd, inner), 0.2 / inner**0.5
-        ),
+        "blk.0.ssm_out.weight": writer_matrix(f"{seed}.ssm_out", (embd, inner), 0.2 / inner**0.5),
     }
     tensors |= feed_forward(family, 0, shape, scale=0.1)
     for block, scale in ((1, 0.2), (2, 0.1)):
@@ -395,7 +408,7 @@ def qwen35_mtp(path: Path) -> None:
     tensors |= feed_forward(family, 1, shape)
     tensors |= _copy_block(tensors, "ffn_", 1, 2)
     tensors |= _next_token_block(family, 2, embd)
-    _write(path, "qwen35", keys, tensors, vocab)
+    write(path, "qwen35", keys, tensors, vocab)
 
 
 def step35_mtp(path: Path) -> None:
@@ -428,6 +441,4 @@ def step35_mtp(path: Path) -> None:
             tensors |= _copy_block(tensors, "ffn_up", shape.layers - 1, block)
             tensors |= _copy_block(tensors, "ffn_down", shape.layers - 1, block)
             tensors |= _next_token_block(family, block, embd)
-    _write(path, "step35", keys, tensors, vocab)
-
-
+    write(path, "step35", keys, tensors, vocab)

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-
 from zoo_vocab import Vocab
 
 Array = npt.NDArray[np.float32]

@@ -1,0 +1,120 @@
+"""Fixtures for tests over HTTP against a real llama-server, patched and unpatched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.engine.enginekit.check import assert_rested
+from tests.engine.enginekit.models import zoo
+from tests.engine.enginekit.oracle import Oracle
+from tests.engine.enginekit.server import EXACT, Server
+
+HERE = Path(__file__).resolve().parent
+TEST_TIMEOUT_S, SOAK_TIMEOUT_S = 240, 1800
+
+EngineFactory = Callable[..., Server]
+OracleFactory = Callable[..., Oracle]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark everything here ``engine``, bound its time, and leave soaks to ``-m soak``."""
+    asked = "soak" in str(config.getoption("-m") or "")
+    kept: list[pytest.Item] = []
+    left: list[pytest.Item] = []
+    for item in items:
+        if HERE not in item.path.parents:
+            kept.append(item)
+            continue
+        item.add_marker(pytest.mark.engine)
+        soak = item.get_closest_marker("soak") is not None
+        if config.pluginmanager.hasplugin("timeout") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(SOAK_TIMEOUT_S if soak else TEST_TIMEOUT_S))
+        (left if soak and not asked else kept).append(item)
+    if left:
+        config.hook.pytest_deselected(items=left)
+        items[:] = kept
+
+
+@pytest.fixture
+def engine(engine_binary: Path, tmp_path: Path) -> Iterator[EngineFactory]:
+    """Return a factory of patched engines; at the end each must be alive, rested and clean.
+
+    Clean means: no slot busy, no mixed batch and no early token under an exclusive policy.
+    """
+    with ExitStack() as stack:
+        started: list[tuple[Server, str]] = []
+
+        def start(
+            model: str | Path = "llama",
+            policy: str = "drain",
+            args: Sequence[str] = (),
+            *,
+            slots: int = 4,
+            context: int = 8192,
+            env: dict[str, str] | None = None,
+        ) -> Server:
+            path = model if isinstance(model, Path) else zoo(model)
+            server = Server(
+                engine_binary,
+                path,
+                ("-np", str(slots), "-c", str(context), "--phase-policy", policy, *args),
+                tmp_path / f"engine{len(started)}",
+                env=env,
+            )
+            stack.enter_context(server)
+            started.append((server, policy))
+            return server
+
+        yield start
+        for server, policy in started:
+            assert_rested(server, policy)
+
+
+@pytest.fixture
+def stock(stock_binary: Path, tmp_path: Path) -> Iterator[EngineFactory]:
+    """Return a factory of unpatched engines."""
+    with ExitStack() as stack:
+        count = 0
+
+        def start(
+            model: str | Path = "llama",
+            args: Sequence[str] = (),
+            *,
+            slots: int = 4,
+            context: int = 8192,
+        ) -> Server:
+            nonlocal count
+            path = model if isinstance(model, Path) else zoo(model)
+            server = Server(
+                stock_binary,
+                path,
+                ("-np", str(slots), "-c", str(context), *args),
+                tmp_path / f"stock{count}",
+            )
+            count += 1
+            return stack.enter_context(server)
+
+        yield start
+
+
+@pytest.fixture(scope="session")
+def oracle(stock_binary: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OracleFactory]:
+    """Return a factory of oracles, one unpatched engine per set of flags and session."""
+    with ExitStack() as stack:
+        known: dict[tuple[object, ...], Oracle] = {}
+
+        def start(model: str | Path = "llama", args: Sequence[str] = EXACT, *, context: int = 8192) -> Oracle:
+            key = (model, tuple(args), context)
+            if key not in known:
+                path = model if isinstance(model, Path) else zoo(model)
+                folder = tmp_path_factory.mktemp("oracle")
+                server = Server(stock_binary, path, ("-np", "1", "-c", str(context), *args), folder)
+                known[key] = Oracle(stack.enter_context(server))
+            return known[key]
+
+        yield start

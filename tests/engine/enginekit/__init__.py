@@ -1,0 +1,1 @@
+"""What the engine tests share: server processes, HTTP exchanges, traces, models, loads."""

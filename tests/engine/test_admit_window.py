@@ -1,0 +1,137 @@
+"""The admit window: a burst forms one cohort, waiting costs nothing, a lone request never waits."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from tests.engine.conftest import EngineFactory
+from tests.engine.enginekit.http import Exchange
+from tests.engine.enginekit.phase import Story
+from tests.engine.enginekit.prompts import words
+from tests.engine.enginekit.server import Server, greedy
+from tests.engine.enginekit.waiting import eventually
+
+WINDOW_MS = 2000
+
+
+def _gathered(server: Server, count: int, gather_ms: str | None) -> set[int]:
+    """Post ``count`` requests one after the other; return the cohorts they ended in."""
+    header = {} if gather_ms is None else {"x-phase-gather-ms": gather_ms}
+    started = [server.stream(words(9, n), 5, tag=f"r{n}", headers=header) for n in range(count)]
+    for exchange in started:
+        exchange.ok()
+    story = Story(server.events())
+    return {story.cohort(f"r{n}") for n in range(count)}
+
+
+@pytest.mark.parametrize("policy", ["drain", "yield"])
+def test_a_burst_forms_one_cohort(engine: EngineFactory, policy: str) -> None:
+    """Within the window, or until no slot is free, arrivals gather."""
+    server = engine(policy=policy, args=("--phase-admit-ms", str(WINDOW_MS)))
+    assert len(_gathered(server, 3, None)) == 1
+    joined = [e for e in server.events() if e.event == "admit" and e.cohort]
+    queued = [e for e in server.events() if e.event == "admit" and not e.cohort]
+    assert joined[0].t_us - queued[-1].t_us >= WINDOW_MS * 1000
+    assert joined[0].t_us - queued[-1].t_us <= (WINDOW_MS + 500) * 1000
+
+
+def test_the_window_ends_when_no_slot_is_free(engine: EngineFactory) -> None:
+    """Four requests on four slots do not wait for a fifth."""
+    server = engine(args=("--phase-admit-ms", "60000"))
+    assert len(_gathered(server, 4, None)) == 1
+
+
+def test_the_header_replaces_the_window(engine: EngineFactory) -> None:
+    """A hint gathers without a configured window, and 0 starts at once in spite of one."""
+    assert len(_gathered(engine(), 3, "1000")) == 1
+    server = engine(args=("--phase-admit-ms", "60000"))
+    lone = server.stream(words(9), 5, tag="lone", headers={"x-phase-gather-ms": "0"}).ok()
+    assert lone.status == 200
+    queued, joined = Story(server.events()).all("admit", "lone")
+    assert joined.t_us - queued.t_us < 100_000
+
+
+@pytest.mark.parametrize("value", ["1001", "-1", "soon", "", "1e2", " 20ms"])
+def test_a_bad_hint_counts_as_none(engine: EngineFactory, value: str) -> None:
+    """A window that is no number of milliseconds in 0..1000 never delays or fails a request."""
+    server = engine()
+    body = greedy(words(9), 5)
+    answer = server.post("/completion", body, {"x-phase-gather-ms": value, "x-request-id": "r"})
+    assert answer.status == 200
+    queued, joined = Story(server.events()).all("admit", "r")
+    assert joined.t_us - queued.t_us < 500_000
+
+
+def test_the_longest_hint_decides(engine: EngineFactory) -> None:
+    """max over the queued members: one with 0 waits with one that expects companions."""
+    server = engine()
+    first = server.stream(words(9), 5, tag="first", headers={"x-phase-gather-ms": "1000"})
+    eventually(lambda: "queued" in server.members(), "it waits")
+    second = server.stream(words(9, 1), 5, tag="second", headers={"x-phase-gather-ms": "0"})
+    first.ok()
+    second.ok()
+    story = Story(server.events())
+    assert story.cohort("first") == story.cohort("second")
+
+
+def _waiting(server: Server) -> Exchange:
+    waiting = server.stream(words(9), 5, tag="waiting")
+    eventually(lambda: "queued" in server.members(), "it waits for companions")
+    return waiting
+
+
+def test_an_open_window_costs_no_cpu(engine: EngineFactory) -> None:
+    """Over a 2 s window with a queued member the process uses at most 5 % of a core."""
+    server = engine(args=("--phase-admit-ms", "60000"))
+    _waiting(server)
+    assert server.busy_share(2.0) <= 0.05
+    assert "queued" in server.members()
+
+
+def test_a_cancel_inside_the_window_is_handled_at_once(engine: EngineFactory) -> None:
+    """Within 50 ms after the engine knows of it; the timed wait is woken by any task."""
+    server = engine(args=("--phase-admit-ms", "60000"))
+    waiting = _waiting(server)
+    companion = server.start(greedy(words(9, 1), 5), tag="companion")
+    eventually(lambda: server.members().count("queued") == 2, "both wait")
+    started = time.monotonic()
+    answers = [server.get("/slots").status for _ in range(20)]
+    assert answers == [200] * 20
+    assert (time.monotonic() - started) / 20 <= 0.05, "tasks wait for the window"
+    waiting.close()
+    # the HTTP layer looks at a silent connection once a second
+    eventually(lambda: Story(server.events()).all("release", "waiting"), "released", timeout_s=2.5)
+    assert server.members().count("queued") == 1
+    companion.close()
+    server.wait_idle(timeout_s=3)
+
+
+def test_a_cancel_task_is_handled_within_50_ms(engine: EngineFactory) -> None:
+    """Measured without the HTTP poll: an array whose second prompt fails cancels the first."""
+    server = engine(args=("--phase-admit-ms", "60000"))
+    started = time.monotonic()
+    answer = server.post("/completion", greedy([words(9), words(4000)], 5))
+    took = time.monotonic() - started
+    assert answer.status == 400
+    eventually(lambda: not any(s["is_processing"] for s in server.slots()), "free", timeout_s=1)
+    assert time.monotonic() - started - took <= 0.05
+    assert server.phase()["engine"] == "idle"
+
+
+def test_requests_that_need_no_slot_pass_an_open_window(engine: EngineFactory) -> None:
+    """Tokenize, metrics, props, health and slots answer while members wait."""
+    server = engine(args=("--phase-admit-ms", "60000"))
+    _waiting(server)
+    for path in ("/health", "/props", "/metrics", "/slots", "/v1/models"):
+        assert server.get(path, timeout_s=2).status == 200
+    assert server.post("/tokenize", {"content": "river"}, timeout_s=2).status == 200
+
+
+def test_an_idle_engine_rests(engine: EngineFactory) -> None:
+    """After work the process uses (almost) no CPU."""
+    server = engine("llama-mid")
+    _gathered(server, 6, None)
+    server.wait_idle()
+    assert server.busy_share(1.5) <= 0.02

@@ -1,0 +1,213 @@
+"""Members that leave or fail, in every state: the others end as if nothing had happened."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.engine.conftest import EngineFactory, OracleFactory
+from tests.engine.enginekit.check import assert_equal_tokens
+from tests.engine.enginekit.http import Exchange
+from tests.engine.enginekit.oracle import Reference
+from tests.engine.enginekit.phase import Story
+from tests.engine.enginekit.prompts import words
+from tests.engine.enginekit.server import EXACT, Server, greedy
+from tests.engine.enginekit.waiting import eventually
+
+SLOW = "llama-mid"
+POLICIES = ("drain", "yield")
+LONG = 1300  # words: some seconds of prefill, so that a cancel is seen within it
+CONTEXT = 16384
+
+
+def _start(engine: EngineFactory, policy: str, *more: str) -> Server:
+    args = (*EXACT, "-b", "128", "--phase-yield-ms", "600000", *more)
+    return engine(SLOW, policy, args, context=CONTEXT)
+
+
+def _reference(oracle: OracleFactory, count: int, n_predict: int, first_seed: int) -> Reference:
+    prompts = (words(count, seed) for seed in range(first_seed, first_seed + 50))
+    return oracle(SLOW, context=CONTEXT).steady(prompts, 1, n_predict)[0]
+
+
+def _run(server: Server, reference: Reference, tag: str, **more: object) -> Exchange:
+    body = {**reference.body, "stream": True, "return_progress": True, **more}
+    return server.start(body, tag=tag)
+
+
+def _leave(server: Server, exchange: Exchange, tag: str) -> None:
+    """Cut the connection and wait until the engine has released the slot."""
+    exchange.close()
+    eventually(lambda: Story(server.events()).all("release", tag), f"{tag} is released", timeout_s=60)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_contract_a_waiting_member_leaves(engine: EngineFactory, oracle: OracleFactory, policy: str) -> None:
+    """Ready and gone before the opening: the long prompt ends and its answer is right."""
+    wanted = _reference(oracle, LONG, 20, 100)
+    server = _start(engine, policy)
+    long = _run(server, wanted, "long")
+    long.wait_progress()
+    short = server.stream(words(5, 1), 20, tag="short")
+    eventually(lambda: "ready" in server.members(), "the short member is ready")
+    _leave(server, short, "short")
+    long.ok()
+    assert_equal_tokens(long.token_ids, wanted.tokens, "the long answer")
+    story = Story(server.events())
+    assert story.seq("release", "short") < story.seq("open"), "left too late to test this"
+    assert not any(e.is_token for e in short.events)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_contract_the_last_prefilling_member_leaves(
+    engine: EngineFactory, oracle: OracleFactory, policy: str
+) -> None:
+    """Whoever waited for it starts at once, with the right answer."""
+    wanted = _reference(oracle, 5, 60, 200)
+    server = _start(engine, policy)
+    long = server.stream(words(LONG), 20, tag="long")
+    long.wait_progress()
+    short = _run(server, wanted, "short")
+    eventually(lambda: "ready" in server.members(), "the short member is ready")
+    _leave(server, long, "long")
+    short.ok()
+    assert_equal_tokens(short.token_ids, wanted.tokens, "the short answer")
+    story = Story(server.events())
+    assert not story.all("ready", "long"), "left too late to test this"
+    assert story.seq("release", "long") < story.seq("open")
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_contract_a_decoding_member_leaves(engine: EngineFactory, oracle: OracleFactory, policy: str) -> None:
+    """Its companion's answer is unchanged."""
+    wanted = _reference(oracle, 12, 400, 300)
+    server = _start(engine, policy)
+    pair = server.stream([words(9, 1), words(30, 2)], 3000, tag="pair")
+    stays = _run(server, wanted, "stays")
+    pair.wait_token()
+    _leave(server, pair, "pair")
+    stays.ok()
+    assert_equal_tokens(stays.token_ids, wanted.tokens, "the companion's answer")
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_contract_a_queued_request_leaves(engine: EngineFactory, oracle: OracleFactory, policy: str) -> None:
+    """Nobody notices, and nothing of its prompt was processed."""
+    wanted = _reference(oracle, 12, 800, 400)
+    server = _start(engine, policy)
+    stays = _run(server, wanted, "stays")
+    stays.wait_token()
+    late = server.stream(words(40, 1), 20, tag="late")
+    eventually(lambda: "queued" in server.members(), "the late one queues")
+    _leave(server, late, "late")
+    stays.ok()
+    assert_equal_tokens(stays.token_ids, wanted.tokens, "the running answer")
+    story = Story(server.events())
+    assert story.first("release", "late").seq < story.first("release", "stays").seq
+    assert not story.all("ready", "late")
+    slot = story.slot("late")
+    assert not any(slot in view.slots for view in server.trace())
+
+
+def test_contract_a_paused_member_leaves(engine: EngineFactory, oracle: OracleFactory) -> None:
+    """The prompt it was paused for is processed to its end, and answered right."""
+    wanted = _reference(oracle, LONG, 20, 100)
+    args = (*EXACT, "-b", "128", "--phase-yield-ms", "1")
+    server = engine(SLOW, "yield", args, context=CONTEXT)
+    paused = server.stream(words(9, 1), 3000, tag="paused")
+    paused.wait_token()
+    long = _run(server, wanted, "long")
+    eventually(lambda: "paused" in server.members(), "the running member is paused")
+    _leave(server, paused, "paused")
+    long.ok()
+    assert_equal_tokens(long.token_ids, wanted.tokens, "the long answer")
+    story = Story(server.events())
+    assert story.all("pause", "paused")
+    assert story.seq("release", "paused") < story.seq("ready", "long")
+    assert not story.all("resume", "paused")
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("moment", ["prefill", "decode"])
+def test_contract_a_parent_with_children_leaves(
+    engine: EngineFactory, oracle: OracleFactory, policy: str, moment: str
+) -> None:
+    """All its slots are freed; a companion of the same cohort is answered right."""
+    wanted = _reference(oracle, 12, 250, 500)
+    server = _start(engine, policy)
+    parent = server.stream(words(LONG), 2000, tag="family", n_cmpl=3)
+    parent.wait_progress()
+    stays = _run(server, wanted, "stays")
+    if moment == "decode":
+        parent.wait_token()
+    else:
+        eventually(lambda: "ready" in server.members(), "the companion is ready")
+    parent.close()
+    stays.ok()
+    assert_equal_tokens(stays.token_ids, wanted.tokens, "the companion's answer")
+    server.wait_idle()
+    story = Story(server.events())
+    assert len(story.all("admit", "family")) >= 3
+    assert len(story.all("release", "family")) == 3
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("moment", ["ready", "prefill", "generate"])
+def test_contract_a_client_without_stream_leaves(
+    engine: EngineFactory, oracle: OracleFactory, policy: str, moment: str
+) -> None:
+    """The same as a stream: its slot is freed, the others go on."""
+    wanted = _reference(oracle, 12, 200, 600)
+    server = _start(engine, policy)
+    long = server.start(greedy(words(LONG), 3000), tag="long")
+    eventually(lambda: any(v.prompt for v in server.trace()), "the long prompt began", timeout_s=30)
+    short = server.start(greedy(words(5, 1), 2500), tag="short")
+    stays = _run(server, wanted, "stays")
+    eventually(lambda: server.members().count("ready") == 2, "two members are ready")
+    leaver = {"ready": short, "prefill": long, "generate": long}[moment]
+    if moment == "generate":
+        stays.wait_token()
+    leaver.close()
+    stays.ok()
+    assert_equal_tokens(stays.token_ids, wanted.tokens, "the companion's answer")
+    server.cut_all()
+    server.wait_idle()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_contract_everybody_leaves(engine: EngineFactory, policy: str) -> None:
+    """The engine is idle again, and the next request is served as the first."""
+    server = _start(engine, policy)
+    crowd = [server.stream(words(LONG, seed), 500, tag=f"crowd{seed}") for seed in range(5)]
+    crowd[0].wait_progress()
+    for exchange in crowd:
+        exchange.close()
+    server.wait_idle()
+    assert server.phase()["engine"] == "idle"
+    assert server.complete(words(5), 5)["tokens_predicted"] == 5
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_contract_a_doomed_request_fails_at_once(engine: EngineFactory, policy: str) -> None:
+    """A prompt beyond the context is refused while others run, not after they drained."""
+    server = _start(engine, policy)
+    running = server.stream(words(9, 1), 3000, tag="running")
+    running.wait_token()
+    answer = server.post("/completion", greedy(words(4000), 5))
+    assert answer.status == 400, answer.body
+    assert answer.json()["error"]["type"] == "exceed_context_size_error"
+    assert not running.done
+    assert server.members().count("generate") == 1
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_contract_an_error_in_one_member_spares_the_others(
+    engine: EngineFactory, oracle: OracleFactory, policy: str
+) -> None:
+    """One prompt of an array is too long: that request fails, its neighbours do not."""
+    wanted = _reference(oracle, 12, 200, 700)
+    server = _start(engine, policy)
+    stays = _run(server, wanted, "stays")
+    broken = server.start(greedy([words(10, 1), words(4000, 2)], 20), tag="broken").finish()
+    assert broken.status == 400, broken.describe()
+    stays.ok()
+    assert_equal_tokens(stays.token_ids, wanted.tokens, "the neighbour's answer")

@@ -1,0 +1,245 @@
+"""What tells the policies apart: `drain` lets nobody in, `yield` pauses, the pool is kept."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+
+from tests.engine.conftest import EngineFactory, OracleFactory
+from tests.engine.enginekit.check import assert_equal_tokens
+from tests.engine.enginekit.http import Exchange
+from tests.engine.enginekit.phase import Story
+from tests.engine.enginekit.prompts import words
+from tests.engine.enginekit.server import EXACT, greedy
+from tests.engine.enginekit.waiting import eventually
+
+SLOW = "llama-mid"
+POOL = 1024
+
+
+def test_drain_is_the_default(engine: EngineFactory) -> None:
+    """Without a flag the policy is `drain`, and `/props` says so."""
+    phase = engine(policy="drain").get("/props").ok()["phase"]
+    assert phase == {"policy": "drain", "yield_ms": 2000, "admit_ms": 0}
+
+
+def test_the_environment_sets_the_policy(engine: EngineFactory) -> None:
+    """Each flag has its variable; the flag wins."""
+    env = {
+        "LLAMA_ARG_PHASE_POLICY": "mixed",
+        "LLAMA_ARG_PHASE_YIELD_MS": "123",
+        "LLAMA_ARG_PHASE_ADMIT_MS": "4",
+    }
+    phase = engine(policy="yield", env=env).get("/props").ok()["phase"]
+    assert phase == {"policy": "yield", "yield_ms": 123, "admit_ms": 4}
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--phase-policy", "drian"),
+        ("--phase-yield-ms", "-1"),
+        ("--phase-yield-ms", "soon"),
+        ("--phase-admit-ms", "-5"),
+    ],
+    ids=lambda flags: f"{flags[0][8:]}={flags[1]}",
+)
+def test_bad_flags_are_refused_by_name(engine: EngineFactory, flags: tuple[str, str]) -> None:
+    """The engine ends at once and names the flag."""
+    with pytest.raises(AssertionError, match="engine ended") as caught:
+        engine(args=flags)
+    assert flags[0] in str(caught.value)
+
+
+def test_yield_lets_a_late_prompt_in_after_its_quantum(engine: EngineFactory, oracle: OracleFactory) -> None:
+    """The late prompt starts within quantum + one decode call; the paused answers are unharmed."""
+    model = oracle(SLOW)
+    running = model.steady((words(9, seed) for seed in range(50)), 2, 900)
+    late = model.steady((words(300, seed) for seed in range(60, 90)), 1, 20)[0]
+    quantum_ms = 300
+    server = engine(SLOW, "yield", (*EXACT, "-b", "64", "--phase-yield-ms", str(quantum_ms)))
+    streams = [
+        server.start({**ref.body, "stream": True, "return_progress": True}, tag=f"old{i}")
+        for i, ref in enumerate(running)
+    ]
+    streams[1].wait_token()
+    newcomer = server.start({**late.body, "stream": True, "return_progress": True}, tag="late")
+    eventually(lambda: server.members().count("paused") == 2, "both answers are paused")
+    newcomer.ok()
+    for stream, reference in zip(streams, running, strict=True):
+        assert_equal_tokens(stream.ok().token_ids, reference.tokens, "a paused answer")
+    assert_equal_tokens(newcomer.token_ids, late.tokens, "the late answer")
+
+    story = Story(server.events())
+    queued, joined = story.all("admit", "late")
+    waited_ms = (joined.t_us - queued.t_us) / 1000
+    assert waited_ms >= quantum_ms
+    # one decode call later, at the latest: no view begins and ends in between
+    between = [v for v in server.trace() if queued.t_us + quantum_ms * 1000 < v.t_us < joined.t_us]
+    assert len(between) <= 2, f"{len(between)} views after the quantum was over"
+    pause, resume = (
+        next(e for e in story.all(kind, "old0") if e.seq > queued.seq) for kind in ("pause", "resume")
+    )
+    assert pause.seq < story.seq("ready", "late") < resume.seq
+    assert server.metrics()["phase_yield_total"] >= 1
+    paused_ms = sum(
+        (resumed.t_us - paused.t_us) / 1000
+        for paused, resumed in zip(story.all("pause", "old0"), story.all("resume", "old0"), strict=True)
+    )
+    assert streams[0].final["timings"]["paused_ms"] == pytest.approx(paused_ms, rel=0.1, abs=5)
+
+
+def test_yield_rests_the_generation_at_least_its_quantum(engine: EngineFactory) -> None:
+    """Between an opening and the next pause lies a quantum, whatever arrives."""
+    quantum_ms = 60
+    server = engine(SLOW, "yield", ("--phase-yield-ms", str(quantum_ms)))
+    running = server.stream(words(9), 600, tag="running")
+    running.wait_token()
+    late = [server.stream(words(30, seed), 3, tag=f"late{seed}") for seed in range(1, 9)]
+    for exchange in (running, *late):
+        exchange.ok()
+    story = Story(server.events())
+    pauses = story.all("pause", "running")
+    assert len(pauses) >= 2
+    openings = [e for e in story.events if e.event == "open"]
+    for pause in pauses:
+        opening = max((e for e in openings if e.seq < pause.seq), key=lambda e: e.seq)
+        assert pause.t_us - opening.t_us >= quantum_ms * 1000
+        assert any(opening.t_us < view.t_us <= pause.t_us and view.generated for view in server.trace()), (
+            "paused before it made a step"
+        )
+
+
+@pytest.mark.parametrize("policy", ["drain", "yield"])
+def test_the_pool_is_kept_for_running_answers(
+    engine: EngineFactory, oracle: OracleFactory, policy: str
+) -> None:
+    """Pool of 1,024, two running streams of 300 tokens, a late prompt of 700: all are right."""
+    unified = ("-fa", "off", "-ctk", "f32", "-ctv", "f32", "--kv-unified")
+    model = oracle(SLOW)
+    running = model.steady((words(20, seed) for seed in range(60)), 2, 300)
+    late = model.steady((words(440, seed) for seed in range(60, 90)), 1, 20)[0]
+    args = (*unified, "--phase-yield-ms", "50", "--phase-admit-ms", "100")
+    server = engine(SLOW, policy, args, context=POOL)
+    prompt_tokens = len(server.post("/tokenize", {"content": late.body["prompt"]}).ok()["tokens"])
+    assert 650 <= prompt_tokens <= 750, prompt_tokens
+    streams = [
+        server.start({**reference.body, "stream": True, "return_progress": True}, tag=f"old{i}")
+        for i, reference in enumerate(running)
+    ]
+    streams[0].wait_token()
+    newcomer = server.start({**late.body, "stream": True, "return_progress": True}, tag="late")
+    for stream, reference in zip(streams, running, strict=True):
+        assert_equal_tokens(stream.ok().token_ids, reference.tokens, "a running answer")
+    assert_equal_tokens(newcomer.ok().token_ids, late.tokens, "the late answer")
+
+
+def _has_tokens(stream: Exchange, count: int) -> bool:
+    assert not stream.done, stream.describe()
+    return len(stream.token_ids) >= count
+
+
+def test_a_prompt_that_outgrows_the_pool_queues_again(engine: EngineFactory, oracle: OracleFactory) -> None:
+    """Endless answers (no length known) are paused; the pool fails; the late one waits, unharmed."""
+    unified = ("-fa", "off", "-ctk", "f32", "-ctv", "f32", "--kv-unified", "--no-cache-idle-slots")
+    model = oracle(SLOW)
+    running = model.steady((words(20, seed) for seed in range(60)), 2, 300)
+    late = model.steady((words(330, seed) for seed in range(60, 90)), 1, 10)[0]
+    server = engine(SLOW, "yield", (*unified, "--phase-yield-ms", "30"), context=POOL)
+    streams = []
+    for number, reference in enumerate(running):
+        body = {**reference.body, "n_predict": -1, "stream": True, "return_progress": True}
+        streams.append(server.start(body, tag=f"old{number}"))
+    streams[1].wait_token()
+    newcomer = server.start({**late.body, "stream": True, "return_progress": True}, tag="late")
+    for stream, reference in zip(streams, running, strict=True):
+        eventually(partial(_has_tokens, stream, 300), "300 tokens", timeout_s=60)
+        assert_equal_tokens(stream.token_ids[:300], reference.tokens, "a running answer")
+        stream.close()
+    assert_equal_tokens(newcomer.ok().token_ids, late.tokens, "the late answer")
+    for stream in streams:
+        assert stream.error is None or stream.cut
+
+
+def test_a_late_arrival_cannot_kill_a_running_cohort(engine: EngineFactory, oracle: OracleFactory) -> None:
+    """A queued slot's cached prefix is given up when the running answers need its room."""
+    unified = ("-fa", "off", "-ctk", "f32", "-ctv", "f32", "--kv-unified", "--no-cache-idle-slots")
+    wanted = oracle(SLOW).steady((words(20, seed) for seed in range(60)), 1, 700)[0]
+    talk = words(250, 1)
+    server = engine(SLOW, "drain", (*unified, "-b", "128"), context=POOL)
+    server.complete(talk, 4, cache_prompt=True, id_slot=3)
+    running = server.start(
+        {**wanted.body, "stream": True, "return_progress": True, "id_slot": 0}, tag="running"
+    )
+    running.wait_token()
+    late = server.start(greedy(f"{talk} again", 5, cache_prompt=True, id_slot=3), tag="late")
+    eventually(lambda: "queued" in server.members(), "the late one queues")
+    assert_equal_tokens(running.ok().token_ids, wanted.tokens, "the running answer")
+    late.ok()
+
+
+def test_a_full_pool_ends_in_an_error_and_an_idle_engine(engine: EngineFactory) -> None:
+    """Two endless answers in one small pool: they end with an error, the next request works."""
+    args = ("--kv-unified", "--no-cache-idle-slots")
+    server = engine("llama", "drain", args, context=512, slots=2)
+    streams = [server.stream(words(30, seed), -1) for seed in (1, 2)]
+    for stream in streams:
+        stream.finish()
+    server.wait_idle()
+    assert server.complete(words(5), 5)["tokens_predicted"] == 5
+
+
+def test_drain_warns_where_an_endless_answer_bites(engine: EngineFactory) -> None:
+    """Only when somebody waits for an answer without a limit."""
+    server = engine(SLOW, "drain")
+    server.complete(words(5), 5)
+    endless = server.stream(words(9), -1)
+    endless.wait_token()
+    assert "no limit" not in server.log()
+    late = server.stream(words(9, 1), 3, tag="late")
+    eventually(lambda: "no limit" in server.log(), "a warning")
+    endless.close()
+    late.ok()
+
+
+def test_waiting_is_billed_as_waiting(engine: EngineFactory) -> None:
+    """Queue and barrier have their own fields; prompt and answer times are the member's own."""
+    server = engine(SLOW, "drain", ("-b", "128"))
+    long = server.stream(words(900), 300, tag="long")
+    long.wait_progress()
+    short = server.stream(words(15, 1), 20, tag="short")
+    long.wait_token()
+    late = server.stream(words(15, 2), 20, tag="late")
+    for exchange in (long, short, late):
+        exchange.ok()
+    story = Story(server.events())
+    found = {e: x.final["timings"] for e, x in (("long", long), ("short", short), ("late", late))}
+    barrier_ms = (story.first("open").t_us - story.first("ready", "short").t_us) / 1000
+    assert found["short"]["barrier_ms"] == pytest.approx(barrier_ms, rel=0.1, abs=5)
+    own_ms = (story.first("ready", "short").t_us - story.first("admit", "short").t_us) / 1000
+    assert found["short"]["prompt_ms"] <= own_ms + 5
+    queued, joined = story.all("admit", "late")
+    assert found["late"]["queue_ms"] == pytest.approx((joined.t_us - queued.t_us) / 1000, abs=5)
+    assert found["late"]["queue_ms"] > found["late"]["prompt_ms"]
+    total_ms = 1000 * ((late.ended_at_s or 0) - late.sent_at_s)
+    billed = sum(found["late"][field] for field in ("queue_ms", "barrier_ms", "prompt_ms", "predicted_ms"))
+    assert billed <= total_ms + 5
+    assert found["long"]["queue_ms"] < 50
+    assert found["long"]["paused_ms"] == 0
+
+
+def test_waiting_does_not_count_against_the_time_limit(engine: EngineFactory) -> None:
+    """`t_max_predict_ms` measures generation only: a pause does not shorten the answer."""
+    server = engine(SLOW, "yield", ("-b", "64", "--phase-yield-ms", "20"))
+    limited: dict[str, Any] = {"t_max_predict_ms": 3000, "n_indent": 1}
+    prompt = words(9)
+    running = server.stream(prompt, 60, tag="running", **limited)
+    running.wait_token()
+    late = server.stream(words(1100, 1), 2, tag="late")
+    running.ok(timeout_s=120)
+    late.ok()
+    assert Story(server.events()).all("pause", "running")
+    assert running.final["tokens_predicted"] == 60
+    assert running.final["timings"]["predicted_ms"] < 3000
