@@ -22,6 +22,8 @@ NATIVE_BUSY_S: Final = 0.05
 STOCK_BUSY_S: Final = 1.2
 """A stock engine looks for clients that left after one second without any result, and a `/slots` answer
 is a result: polled faster, it would never notice (the patched engine does, see notice-lost-clients)."""
+RETRY_S: Final = 0.2
+"""After a poll that failed: no answer, so nothing that an engine could take for a result."""
 IDLE_S: Final = 1.5
 MIN_GAP_S: Final = 0.01
 """Between two polls even when poked: a burst of grants costs one poll, not one each."""
@@ -106,7 +108,7 @@ class Mirror:
 
     def _interval(self) -> float:
         if self.latest is None or self.failed_polls:
-            return STOCK_BUSY_S
+            return RETRY_S
         if self.latest.busy == 0:
             return IDLE_S
         return NATIVE_BUSY_S if self.latest.native else STOCK_BUSY_S
