@@ -211,3 +211,20 @@ def test_contract_an_error_in_one_member_spares_the_others(
     assert broken.status == 400, broken.describe()
     stays.ok()
     assert_equal_tokens(stays.token_ids, wanted.tokens, "the neighbour's answer")
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("grammar", ['root ::= ""', "root ::= [\\x00]"], ids=["empty", "no-token"])
+def test_contract_a_failure_at_the_opening_spares_the_others(
+    engine: EngineFactory, oracle: OracleFactory, policy: str, grammar: str
+) -> None:
+    """A first token that cannot be sampled ends its request alone, never the process."""
+    wanted = _reference(oracle, 12, 100, 800)
+    server = _start(engine, policy, "--phase-admit-ms", "200")
+    broken = server.start(greedy(words(5), 20, grammar=grammar, ignore_eos=False), tag="broken")
+    stays = _run(server, wanted, "stays")
+    broken.finish()
+    stays.ok()
+    assert_equal_tokens(stays.token_ids, wanted.tokens, "the companion's answer")
+    story = Story(server.events())
+    assert story.cohort("stays") == story.first("release", "broken").cohort

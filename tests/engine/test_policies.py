@@ -112,6 +112,31 @@ def test_yield_rests_the_generation_at_least_its_quantum(engine: EngineFactory) 
         )
 
 
+def test_yield_bounds_every_wait(engine: EngineFactory) -> None:
+    """A queued prompt waits for the rest of a sealed prefill, a quantum and one step, no more."""
+    quantum_ms = 40
+    server = engine(SLOW, "yield", ("-b", "128", "--phase-yield-ms", str(quantum_ms)))
+    running = [server.stream(words(9, n), 700, tag=f"old{n}") for n in range(2)]
+    running[1].wait_token()
+    for number in range(8):
+        server.complete(words((3, 150)[number % 2], 10 + number), 4)
+    for stream in running:
+        stream.ok()
+    events, views = server.events(), server.trace()
+    checked = 0
+    for queued in (e for e in events if e.event == "admit" and e.cohort == 0):
+        joined = next(
+            e for e in events if e.seq > queued.seq and e.event == "admit" and e.slot == queued.slot
+        )
+        opened = [e.t_us for e in events if e.event == "open" and e.seq < joined.seq]
+        due_us = max([queued.t_us, *opened[-1:]]) + quantum_ms * 1000
+        late = [view for view in views if due_us < view.t_us < joined.t_us]
+        # the call that runs when the quantum ends, and a first step of each answer
+        assert len(late) <= 2, f"{len(late)} decode calls after the quantum of {queued}"
+        checked += joined.t_us - queued.t_us > quantum_ms * 1000
+    assert checked >= 4, "hardly anybody had to wait"
+
+
 @pytest.mark.parametrize("policy", ["drain", "yield"])
 def test_the_pool_is_kept_for_running_answers(
     engine: EngineFactory, oracle: OracleFactory, policy: str
