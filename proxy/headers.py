@@ -45,6 +45,8 @@ _NOT_TO_ENGINE: Final = HOP_BY_HOP | {
     "x-phase-gather-ms",
     "x-keepalive",
     "x-priority",
+    # the engine's resumable streams: with it, generation goes on after the client has left
+    "x-conversation-id",
 }
 
 _NOT_TO_CLIENT: Final = HOP_BY_HOP | {

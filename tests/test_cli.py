@@ -25,7 +25,13 @@ def run() -> CliRunner:
 def test_version_and_help(run: CliRunner) -> None:
     """`--version` tells the version; every command explains itself."""
     assert __version__ in run.invoke(cli, ["--version"]).output
-    for words in (["--help"], ["serve", "--help"], ["init", "--help"], ["config", "--help"], ["engine", "--help"]):
+    for words in (
+        ["--help"],
+        ["serve", "--help"],
+        ["init", "--help"],
+        ["config", "--help"],
+        ["engine", "--help"],
+    ):
         done = run.invoke(cli, words)
         assert done.exit_code == 0
         assert "Usage:" in done.output
@@ -122,7 +128,9 @@ def test_a_taken_port_is_one_sentence(tmp_path: Path) -> None:
         taken.listen()
         port = taken.getsockname()[1]
         file = tmp_path / "c.yaml"
-        file.write_text(f"server: {{port: {port}}}\nengine: {{dir: {engine}}}\nmodels: {{a: {{path: a.gguf}}}}")
+        file.write_text(
+            f"server: {{port: {port}}}\nengine: {{dir: {engine}}}\nmodels: {{a: {{path: a.gguf}}}}"
+        )
         done = subprocess.run(
             [sys.executable, "-m", "proxy", "serve", "--config", str(file)],
             capture_output=True, text=True, timeout=30, check=False,

@@ -28,7 +28,10 @@ KILL_S: Final = 1.5
 """For a killed group to be gone and reaped. One in an uninterruptible wait is reported as left over."""
 LAST_WORDS_S: Final = 0.2
 """How long to wait for output still in the pipe of a process that has ended."""
-_HOPELESS: Final = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP, psutil.STATUS_DISK_SLEEP)
+LOOK_S: Final = 0.2
+"""How often a process that was asked to end is looked at: one that is stopped meanwhile would never hear it."""
+_FROZEN: Final = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+_HOPELESS: Final = (*_FROZEN, psutil.STATUS_DISK_SLEEP)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +107,6 @@ class EngineProcess:
         self._file: LogFile | None = None
         self._stopping: asyncio.Task[StopReport] | None = None
         self._term_until = float("inf")
-        self._hurry = asyncio.Event()
 
     @classmethod
     async def start(
@@ -181,7 +183,6 @@ class EngineProcess:
         until = self._loop.time() + grace_s
         if self._stopping is not None and until < self._term_until:
             self._term_until = until
-            self._hurry.set()
 
     async def kill(self) -> StopReport:
         """As `stop`, without asking first."""
@@ -192,11 +193,11 @@ class EngineProcess:
         left: tuple[int, ...] = ()
         if not self._exit.done():
             family = {pid: _born(pid) for pid in descendants(self.pid)}
-            if grace_s > 0 and not self._hopeless():
+            if grace_s > 0 and not self._in(_HOPELESS):
                 last = min(SECOND_TERM_S, grace_s / 2)
                 self._signal(signal.SIGTERM, sent)
                 await self._wait_term(last)
-                if not self._exit.done() and not self._hopeless():
+                if not self._exit.done() and not self._in(_FROZEN):
                     self._signal(signal.SIGTERM, sent)
                     await self._wait_term(0)
             family = {pid: _born(pid) for pid in descendants(self.pid)} | family
@@ -229,10 +230,9 @@ class EngineProcess:
     async def _wait_term(self, less_s: float) -> None:
         """Wait for the exit until `less_s` before the grace is over, which may be brought forward meanwhile."""
         while not self._exit.done() and (left := self._term_until - less_s - self._loop.time()) > 0:
-            self._hurry.clear()
-            hurried = self._loop.create_task(self._hurry.wait(), name=f"hurry:{self.pid}")
-            await asyncio.wait((self._exit, hurried), timeout=left, return_when=asyncio.FIRST_COMPLETED)
-            hurried.cancel()
+            await self._wait(min(left, LOOK_S))
+            if self._in(_FROZEN):
+                return
 
     async def _wait(self, timeout_s: float) -> None:
         await asyncio.wait((self._exit,), timeout=timeout_s)
@@ -258,8 +258,8 @@ class EngineProcess:
             pass
         return {pid for pid in psutil.pids() if _group(pid) == self.pid and _born(pid) is not None}
 
-    def _hopeless(self) -> bool:
-        return any(process_status(pid) in _HOPELESS for pid in (self.pid, *descendants(self.pid)))
+    def _in(self, statuses: tuple[str, ...]) -> bool:
+        return any(process_status(pid) in statuses for pid in (self.pid, *descendants(self.pid)))
 
     def _on_exit(self) -> None:
         self._loop.remove_reader(self._pidfd)

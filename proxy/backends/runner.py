@@ -284,6 +284,7 @@ class ModelRunner:
             on_snapshot=self._voice.snapshot,
             on_failed_polls=self._remote_trouble if remote else None,
             engine_is_ours=not remote,
+            working=lambda: client.exchanges,
         )
         self._live = _Live(key, running, mirror)
         self._last_error = ""

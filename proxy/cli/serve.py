@@ -12,7 +12,7 @@ from proxy.app import EngineBinary, Engines, Listening, with_overrides
 from proxy.app import serve as serve_app
 from proxy.cli.config import config_path, load_or_exit
 from proxy.cli.progress import ConsoleProgress
-from proxy.engine import BuildOptions, EngineToolError, ensure_demo_model, ensure_engine
+from proxy.engine import BuildOptions, EngineToolError, ExitCode, ensure_demo_model, ensure_engine
 from proxy.settings import ConfigError, Model, Settings, check_bind
 
 DEMO_NAME = "smollm2-135m-instruct"
@@ -60,6 +60,9 @@ def serve(
     except ConfigError as error:
         click.secho(str(error), fg="red", err=True)
         sys.exit(2)
+    except KeyboardInterrupt:
+        click.echo("\ninterrupted; what is done is kept, the next run goes on from there", err=True)
+        sys.exit(int(ExitCode.INTERRUPTED))
     try:
         _run(settings, Engines(settings, default))
     except OSError as error:

@@ -161,6 +161,8 @@ class _Builder:
         env = os.environ | {"NINJA_STATUS": "[%f/%t] "}
         for name in ("CFLAGS", "CXXFLAGS", "CUDAFLAGS", "LDFLAGS", "CMAKE_GENERATOR", "DESTDIR"):
             env.pop(name, None)
+        # The tree asks git for a commit; a repository that happens to hold the cache must not answer.
+        env["GIT_CEILING_DIRECTORIES"] = str(self._work)
         # Paths below the work directory enter the compiler cache as relative ones, so that it serves any location.
         # Nothing else of the environment is changed: locale and sloppiness are part of ccache's keys.
         env.setdefault("CCACHE_BASEDIR", str(self._work))

@@ -116,7 +116,7 @@ class Flight:
                 self._comment.cancel()
             call.outcome, call.code = outcome, code
             call.reason = str(ticket.reason or "")
-            call.cohort = ticket.cohort if ticket.cohort is not None else call.cohort
+            call.cohort = call.cohort if ticket.cohort is None else ticket.cohort
             ticket.release(outcome, code, upstream_open=self._opening and not self._complete)
         return self._answer()
 
@@ -188,6 +188,7 @@ class Flight:
             self._exchange = exchange = await self._while_alive(opening, ticket)
             del opening
             call.head = self._ctx.clock()
+            call.cohort = call.cohort if ticket.cohort is None else ticket.cohort
             await self._pump(exchange, ticket)
         except UpstreamDied as died:
             raise await self._cause(died, ticket) from died

@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from proxy.errors import ErrorCode, ProxyError
@@ -136,7 +137,7 @@ async def test_a_killed_engine_is_reported_at_once_and_reloads(fleets, engine_bi
 
 async def test_stop_with_an_open_stream_leaves_no_process(fleets, engine_binary, mid_model):
     """F1: an engine with a connected client does not end on TERM, so sockets close first."""
-    fleet, seen = fleets({"mid": {"path": mid_model}}, engine_binary)
+    fleet, seen = fleets({"mid": {"path": mid_model, "stop": {"grace_s": 20}}}, engine_binary)
     await fleet.load("mid")
     key, pid = fleet.key("mid"), fleet.status("mid").pid
     sink = Collect()
@@ -145,7 +146,7 @@ async def test_stop_with_an_open_stream_leaves_no_process(fleets, engine_binary,
     await asyncio.wait_for(sink.first.wait(), 10)
     began = time.monotonic()
     report = await fleet.unload("mid", force=True, cause=Cause.FORCE)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 15  # a busy machine; with the socket open it would be the whole grace
     assert report.cut == 1 and report.signals == ("SIGTERM",) and report.code == 0 and report.left == ()
     assert not alive(pid)
     with pytest.raises(UpstreamDied, match="was unloaded"):
@@ -159,6 +160,7 @@ async def test_a_stopped_engine_is_killed_at_once(fleets, engine_binary, mid_mod
     await fleet.load("mid")
     pid = fleet.status("mid").pid
     os.kill(pid, signal.SIGSTOP)
+    await eventually(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED)
     began = time.monotonic()
     report = await fleet.unload("mid", force=True, cause=Cause.FORCE)
     assert time.monotonic() - began < 4

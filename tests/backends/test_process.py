@@ -121,6 +121,21 @@ async def test_a_stopped_process_is_killed_at_once(watch):
     assert not alive(pid) and not alive(process.pid)
 
 
+async def test_one_that_is_stopped_after_the_term_is_killed_soon():
+    """It would never hear the TERM: noticed while waiting, not at the end of a long grace."""
+    code = (
+        "import signal, time; signal.signal(15, signal.SIG_IGN); print('ready', flush=True); time.sleep(600)"
+    )
+    process = await start(python(code))
+    await said(process, "ready")
+    stopping = asyncio.create_task(process.stop(60))
+    await asyncio.sleep(0.1)
+    began = time.monotonic()
+    os.kill(process.pid, signal.SIGSTOP)
+    report = await stopping
+    assert time.monotonic() - began < 3 and report.signals == ("SIGTERM", "SIGKILL")
+
+
 FAMILY = """
     import os, subprocess, sys, time
     child = subprocess.Popen([sys.executable, "-c", "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(600)"])

@@ -60,6 +60,7 @@ def test_credentials_and_browser_fields_never_reach_an_engine():
                 "Access-Control-Request-Method",
                 "x-keepalive",
                 "x-priority",
+                "x-conversation-id",
             ),
         )
     ]
