@@ -30,9 +30,9 @@ def start(tmp_path: Path, engine_binary: Path) -> Iterator[Callable[..., Proxy]]
     """Start proxies with the patched engine; all end with the test, and no engine may outlive them."""
     started: list[Proxy] = []
 
-    def inner(config: dict[str, Any], **env: str) -> Proxy:
+    def inner(config: dict[str, Any], *, traced: bool = False, **env: str) -> Proxy:
         config.setdefault("engine", {}).setdefault("dir", str(engine_binary))
-        proxy = Proxy(config, tmp_path / f"proxy{len(started)}", env)
+        proxy = Proxy(config, tmp_path / f"proxy{len(started)}", env, traced=traced)
         started.append(proxy)
         proxy.start()
         return proxy

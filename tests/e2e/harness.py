@@ -22,13 +22,22 @@ ROOT = Path(__file__).resolve().parents[2]
 class Proxy:
     """One `llama-proxy serve` process on a free port. Use as a context manager."""
 
-    def __init__(self, config: Mapping[str, Any], folder: Path, env: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        folder: Path,
+        env: Mapping[str, str] | None = None,
+        *,
+        traced: bool = False,
+    ) -> None:
+        """`traced`: keep what admission decides at every step (see `trace`)."""
         self.folder = folder
+        self.module = "tests.e2e.traced" if traced else "proxy"
         self.config = json.loads(json.dumps(config, default=str))
         self.config.setdefault("server", {}).setdefault("port", 0)
         self.config["server"].setdefault("log_format", "json")
         self.config["server"].setdefault("state_dir", str(folder / "state"))
-        self.env = {**os.environ, **(env or {})}
+        self.env = {**os.environ, "ADMISSION_TRACE": str(folder / "trace.jsonl"), **(env or {})}
         self.process: subprocess.Popen[bytes] | None = None
         self.url = ""
         self.log = folder / "proxy.log"
@@ -53,7 +62,7 @@ class Proxy:
         offset = self.log.stat().st_size if self.log.exists() else 0
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "proxy", "serve", "--config", str(file)],
+                [sys.executable, "-m", self.module, "serve", "--config", str(file)],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self.env, cwd=ROOT,
             )  # fmt: skip
 
@@ -79,6 +88,11 @@ class Proxy:
             if line.startswith(b"{"):
                 found.append(json.loads(line))
         return found
+
+    def trace(self) -> list[dict[str, Any]]:
+        """Return every step of a traced proxy's admission so far."""
+        lines = (self.folder / "trace.jsonl").read_bytes().split(b"\n")
+        return [json.loads(line) for line in lines[:-1]]
 
     def children(self) -> list[psutil.Process]:
         """Return all living descendants."""
