@@ -32,6 +32,8 @@ async def test_unknown_model_path_and_method():
         answer, value = await refused(h, "POST", CHAT, json=chat(model="nope"))
         assert answer.status == 404
         assert openai(value, "model_not_found")["param"] == "model"
+        answer, value = await refused(h, "POST", CHAT, json=chat(model="nope" * 100_000))
+        assert len(openai(value, "model_not_found")["message"]) < 500
         answer, value = await refused(h, "GET", "/v2/nothing")
         assert answer.status == 404
         openai(value, "not_found")
