@@ -149,6 +149,17 @@ async def test_a_large_body_is_parsed_and_forwarded_unchanged():
         assert h.engine.requests[0].body == data
 
 
+async def test_a_body_of_millions_of_arrays_is_not_parsed():
+    """The parser would hold up every stream for seconds."""
+    async with house() as h:
+        kind = {"Content-Type": "application/json"}
+        bomb = b'{"model":"demo","messages":[],"x":[' + b"[]," * 5_000_000 + b"[]]}"
+        answer, value = await refused(h, "POST", CHAT, data=io.BytesIO(bomb), headers=kind)
+        assert answer.status == 400
+        assert "arrays and objects" in openai(value, "invalid_request")["message"]
+        assert h.engine.requests == []
+
+
 async def test_a_body_that_does_not_come_is_a_408():
     configured = settings(server={"body_timeout_s": 0.2})
     async with house(configured) as h:
