@@ -71,10 +71,10 @@ def _secret_text(value: SecretStr) -> SecretStr:
 def _url(value: str) -> str:
     try:
         parts = urlsplit(value)
-        usable = parts.scheme in {"http", "https"} and bool(parts.hostname) and parts.port != 0
+        named = bool(parts.hostname) and parts.port != 0
     except ValueError:
-        usable = False
-    if not usable or parts.query or parts.fragment:
+        parts, named = urlsplit(""), False
+    if not named or parts.scheme not in {"http", "https"} or parts.query or parts.fragment:
         raise ValueError("expected http://host:port or https://host:port, optionally with a path")
     return value
 
@@ -130,6 +130,7 @@ class Server(Frozen):
     max_body_bytes: Annotated[int, Field(gt=0, le=ENGINE_MAX_BODY_BYTES)] = 67_108_864
     max_header_bytes: Annotated[int, Field(ge=1024, le=262_144)] = 16_384
     body_timeout_s: OptionalSeconds = 60.0
+    stall_timeout_s: OptionalSeconds = 120.0
     shutdown_drain_s: Seconds = 10.0
     state_dir: UserPath | None = None
     log_level: Literal["debug", "info", "warning", "error"] = "info"
@@ -152,12 +153,10 @@ class Server(Frozen):
             if len(set(names)) != len(names):
                 raise ValueError(f"{field}: two keys have the same name")
         owners: dict[str, str] = {}
-        for field, key in (
-            *(("api_keys", key) for key in self.api_keys),
-            *(("admin_keys", key) for key in self.admin_keys),
-        ):
-            where = f"{field} ({key.name})"
-            other = owners.setdefault(key.key.get_secret_value(), where)
+        named = [(f"api_keys ({key.name})", key.key) for key in self.api_keys]
+        named += [(f"admin_keys ({key.name})", key.key) for key in self.admin_keys]
+        for where, secret in named:
+            other = owners.setdefault(secret.get_secret_value(), where)
             if other != where:
                 raise ValueError(f"{where}: has the same key as {other}; every key must be another")
         problem = _open_bind(self)

@@ -1,7 +1,7 @@
 """The configuration: what is accepted, what is refused and with which words."""
 
-import os
 import dataclasses
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
