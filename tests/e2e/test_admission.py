@@ -119,7 +119,10 @@ def test_sixty_four_clients_on_four_slots(
 def test_requests_are_charged_by_their_tasks(start: Callable[..., Proxy], zoo: Callable[[str], Path]) -> None:
     """100 inputs take all slots and nobody beside them; three prompts take three, `n=2` two; `n` above the
     slots takes none and gets the engine's own 400."""
-    embed = {"path": str(zoo("bert-embed")), "args": ["-t", "1", "-np", "4", "--embeddings", "-b", "2048", "-ub", "2048", "-c", "8192"]}
+    embed = {
+        "path": str(zoo("bert-embed")),
+        "args": ["-t", "1", "-np", "4", "--embeddings", "-b", "2048", "-ub", "2048", "-c", "8192"],
+    }
     proxy = start({"models": {"m": model(zoo("llama"), *EXACT), "embed": embed}}, traced=True)
     answers: dict[str, tuple[int, Any]] = {}
 
