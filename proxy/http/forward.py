@@ -16,7 +16,7 @@ from aiohttp import web
 from proxy.admission import Grant, Mirror, Ticket, TicketSpec, outcome_of
 from proxy.errors import ErrorCode, ProxyError
 from proxy.headers import to_engine
-from proxy.http.accounts import CLIENT_GONE
+from proxy.http.accounts import BEFORE_HEAD, CLIENT_GONE, MID_BODY
 from proxy.http.budgets import Meter, Seen, Sweeper, expired
 from proxy.http.call import Call, Caller
 from proxy.http.cut import Cut, fresh
@@ -264,7 +264,7 @@ class Flight:
 
     async def _cause(self, died: UpstreamDied, ticket: Ticket) -> ProxyError:
         """Return why the exchange failed: what admission knows, else the bare fact."""
-        kind = "before_head" if died.before_head else "mid_body"
+        kind = BEFORE_HEAD if died.before_head else MID_BODY
         self._ctx.metrics.upstream_errors.labels(self._call.model, kind).inc()
         await asyncio.wait({ticket.ended}, timeout=CAUSE_WAIT_S)
         if ticket.ended.done() and not ticket.ended.cancelled():
