@@ -107,8 +107,10 @@ class _Connector(aiohttp.TCPConnector):
     ) -> Any:
         connection = await super().connect(req, traces, timeout)
         lane, transport = _lane.get(), connection.transport
-        if lane is not None and transport is not None:
-            lane.transport, lane.reused = transport, transport in self._served
+        if transport is not None:
+            if lane is not None:
+                lane.transport, lane.reused = transport, transport in self._served
+            # probes use connections up as well
             self._served.add(transport)
         return connection
 

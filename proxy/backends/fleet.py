@@ -27,8 +27,6 @@ def check_models(models: Mapping[str, Model], defaults: Engine) -> None:
             raise ConfigError(f"models.{name}.dns: backends by name are not supported yet; use url")
         if model.on_proxy_exit == "keep":
             raise ConfigError(f"models.{name}.on_proxy_exit: keep is not supported yet; use stop")
-        if model.url is not None and not model.url.startswith(("http://", "https://")):
-            raise ConfigError(f"models.{name}.url: expected http://… or https://…, found {model.url!r}")
         check(name, model, defaults)
 
 

@@ -3,9 +3,12 @@
 import asyncio
 import logging
 import time
+from collections.abc import Iterable
 from typing import Any, Final
 
 from proxy import logs
+from proxy.admission import outcome_of
+from proxy.errors import ErrorCode
 from proxy.http.call import Call
 from proxy.metrics import Metrics
 from proxy.types import Outcome
@@ -14,6 +17,9 @@ FLUSH_S: Final = 0.2
 FLUSH_LINES: Final = 200
 CLIENT_GONE: Final = "client_gone"
 """Code of a request whose client left before its response ended."""
+BEFORE_HEAD: Final = "before_head"
+MID_BODY: Final = "mid_body"
+_PHASES: Final = ("receiving", "queued", "granted", "generating")
 
 
 class Accounts:
@@ -38,6 +44,18 @@ class Accounts:
                 self.flush()
             elif self._timer is None:
                 self._timer = asyncio.get_running_loop().call_later(FLUSH_S, self.flush)
+
+    def declare(self, models: Iterable[str]) -> None:
+        """Start the counters of failures at 0: a series that appears with its first event hides it from `rate()`."""
+        m = self._metrics
+        refusals = [code for code in ErrorCode if outcome_of(code) is Outcome.REJECTED]
+        for model in models:
+            for phase in _PHASES:
+                m.client_disconnects.labels(model, phase)
+            for kind in (BEFORE_HEAD, MID_BODY):
+                m.upstream_errors.labels(model, kind)
+            for code in refusals:
+                m.rejected.labels(model, code.value)
 
     def flush(self) -> None:
         """Write what waits."""

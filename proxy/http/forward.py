@@ -16,7 +16,7 @@ from aiohttp import web
 from proxy.admission import Grant, Mirror, Ticket, TicketSpec, outcome_of
 from proxy.errors import ErrorCode, ProxyError
 from proxy.headers import to_engine
-from proxy.http.accounts import CLIENT_GONE
+from proxy.http.accounts import BEFORE_HEAD, CLIENT_GONE, MID_BODY
 from proxy.http.budgets import Meter, Seen, Stall, Sweeper, expired
 from proxy.http.call import Call, Caller
 from proxy.http.cut import Cut, fresh
@@ -34,6 +34,8 @@ from proxy.upstream import Exchange, Head, Upstream, UpstreamDied, UpstreamReque
 ERROR_BODY_LIMIT: Final = 256 * 1024
 CAUSE_WAIT_S: Final = 0.2
 """How long a dead socket waits for the news of why (the process's exit status, an operator's order)."""
+STALE_TRIES: Final = 3
+"""How many kept connections in a row may turn out to be closed."""
 CLOSE_WAIT_S: Final = 5.0
 """How long an abandoned opening may take to let go of its socket."""
 
@@ -273,7 +275,7 @@ class Flight:
 
     async def _cause(self, died: UpstreamDied, ticket: Ticket) -> ProxyError:
         """Return why the exchange failed: what admission knows, else the bare fact."""
-        kind = "before_head" if died.before_head else "mid_body"
+        kind = BEFORE_HEAD if died.before_head else MID_BODY
         self._ctx.metrics.upstream_errors.labels(self._call.model, kind).inc()
         await asyncio.wait({ticket.ended}, timeout=CAUSE_WAIT_S)
         if ticket.ended.done() and not ticket.ended.cancelled():
@@ -303,15 +305,17 @@ class Flight:
 
 
 async def _open(upstream: Upstream, request: UpstreamRequest) -> Exchange:
-    """Open an exchange; once more when a reused connection died before it gave a single byte.
+    """Open an exchange; again when a reused connection died before it gave a single byte.
 
-    The engine closes idle connections after 5 s or 100 requests; losing that race is nobody's fault.
+    The engine closes idle connections after 5 s or 100 requests; losing that race is nobody's fault, and
+    the next kept connection may have lost it too.
     """
-    try:
-        return await upstream.open(request)
-    except UpstreamDied as died:
-        if not (died.before_head and died.reused):
-            raise
+    for _ in range(STALE_TRIES):
+        try:
+            return await upstream.open(request)
+        except UpstreamDied as died:
+            if not (died.before_head and died.reused):
+                raise
     return await upstream.open(request)
 
 

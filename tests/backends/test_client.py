@@ -147,6 +147,16 @@ async def test_a_reused_connection_that_dies_is_told_apart_and_nothing_is_sent_t
         assert len(peer.requests) == 2
 
 
+async def test_a_connection_that_served_a_probe_counts_as_reused():
+    """The engine closes a connection after 100 requests, whoever sent them: the retry must know."""
+    async with Peer(respond(b"x")) as peer:
+        await peer.client.get("/slots", 5)
+        exchange = await peer.client.open(post())
+        assert exchange.head.reused_connection
+        await exchange.read(10)
+        assert peer.connections == 1
+
+
 async def test_a_body_that_is_cut():
     """Too few bytes, or a chunked body without its end: `UpstreamDied` after what did arrive."""
     for head in (b"Content-Length: 100", b"Transfer-Encoding: chunked"):

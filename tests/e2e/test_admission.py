@@ -119,7 +119,10 @@ def test_sixty_four_clients_on_four_slots(
 def test_requests_are_charged_by_their_tasks(start: Callable[..., Proxy], zoo: Callable[[str], Path]) -> None:
     """100 inputs take all slots and nobody beside them; three prompts take three, `n=2` two; `n` above the
     slots takes none and gets the engine's own 400."""
-    embed = {"path": str(zoo("bert-embed")), "args": ["-t", "1", "-np", "4", "--embeddings", "-b", "2048", "-ub", "2048", "-c", "8192"]}
+    embed = {
+        "path": str(zoo("bert-embed")),
+        "args": ["-t", "1", "-np", "4", "--embeddings", "-b", "2048", "-ub", "2048", "-c", "8192"],
+    }
     proxy = start({"models": {"m": model(zoo("llama"), *EXACT), "embed": embed}}, traced=True)
     answers: dict[str, tuple[int, Any]] = {}
 
@@ -159,3 +162,17 @@ def test_requests_are_charged_by_their_tasks(start: Callable[..., Proxy], zoo: C
                 assert (books["charged"], books["grants"]) == (books["slots"], 1)
     assert proxy.metric("llama_proxy_wide_requests_total", model="embed") == 1
     assert proxy.metric("llama_proxy_requests_inflight") == 0
+
+
+def test_counters_of_failures_start_at_zero(shared: Proxy) -> None:
+    """Before anything went wrong their series are there, so that the first event is a step and not a birth."""
+    text = shared.text("/metrics")
+    for sample in (
+        'client_disconnects_total{model="embed",state="generating"}',
+        'upstream_errors_total{kind="mid_body",model="embed"}',
+        'requests_rejected_total{code="queue_full",model="embed"}',
+        'crashes_total{model="embed"}',
+        'identity_mismatch_total{model="embed"}',
+        'wide_requests_total{model="embed"}',
+    ):
+        assert f"llama_proxy_{sample} 0.0\n" in text, sample

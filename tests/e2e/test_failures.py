@@ -3,9 +3,12 @@
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import anthropic
 import openai
 import psutil
 import pytest
@@ -45,42 +48,107 @@ def test_a_killed_engine_ends_streams_with_an_error_event(slow: Proxy) -> None:
     assert slow.metric("llama_proxy_crashes_total", model="m") == 1
 
 
-def test_the_openai_sdk_raises_on_a_killed_engine(slow: Proxy, request: pytest.FixtureRequest) -> None:
-    """The in-stream error is an APIError, not a silent end."""
-    client = openai.OpenAI(base_url=slow.url + "/v1", api_key="none", max_retries=0, timeout=20)
-    request.addfinalizer(client.close)
-    stream = client.chat.completions.create(
-        model="m",
-        messages=[{"role": "user", "content": "a"}],
-        max_tokens=6000,
-        stream=True,
-        extra_body={"ignore_eos": True},
-    )
-    next(iter(stream))
-    slow.engines()[0].kill()
-    with pytest.raises(openai.APIError, match=r"(?i)engine|upstream"):
-        for _ in stream:
+HELLO = [{"role": "user", "content": "a"}]
+
+
+@pytest.mark.parametrize("kind", ["chat", "completions", "responses", "messages"])
+def test_the_sdks_raise_on_a_killed_engine(slow: Proxy, request: pytest.FixtureRequest, kind: str) -> None:
+    """The in-stream error is the SDK's APIError within a second, not a silent end; the next request reloads."""
+    ai = openai.OpenAI(base_url=slow.url + "/v1", api_key="none", max_retries=0, timeout=20)
+    claude = anthropic.Anthropic(base_url=slow.url, api_key="none", max_retries=0, timeout=20)
+    request.addfinalizer(ai.close)
+    request.addfinalizer(claude.close)
+    more: dict[str, Any] = {"model": "m", "stream": True, "extra_body": {"ignore_eos": True}}
+    stream: Any
+    match kind:
+        case "chat":
+            stream = ai.chat.completions.create(messages=HELLO, max_tokens=6000, **more)
+        case "completions":
+            stream = ai.completions.create(prompt="a", max_tokens=6000, **more)
+        case "responses":
+            stream = ai.responses.create(input="a", max_output_tokens=6000, **more)
+        case _:
+            stream = claude.messages.create(messages=HELLO, max_tokens=6000, **more)
+    events = iter(stream)
+    for _ in range(6):
+        next(events)
+    [engine] = slow.engines()
+    began = time.monotonic()
+    engine.kill()
+    with pytest.raises((openai.APIError, anthropic.APIError), match="SIGKILL") as error:
+        for _ in events:
             pass
+    assert time.monotonic() - began < 1.0
+    assert "upstream_error" in str(error.value.body)
+    assert slow.post("/v1/completions", {"model": "m", "prompt": "a", "max_tokens": 2})[0] == 200
+    assert slow.metric("llama_proxy_requests_inflight") == 0
 
 
-def test_a_model_that_does_not_exist_fails_all_waiters(start: Callable[..., Proxy], tmp_path: Path) -> None:
-    """Ten waiters get the engine's own words within three seconds."""
-    proxy = start({"models": {"ghost": {"path": str(tmp_path / "ghost.gguf")}}})
-    answers: list[tuple[int, dict[str, dict[str, str]]]] = []
+def test_waiters_survive_the_engine_that_runs_others(slow: Proxy) -> None:
+    """SIGKILL under load: what ran gets 502 before its first byte, what waited is served by the next process."""
+    answers: dict[str, int] = {}
 
-    def ask() -> None:
-        answers.append(proxy.post("/v1/completions", {"model": "ghost", "prompt": "a"}, timeout_s=3))
+    def ask(name: str, tokens: int) -> None:
+        body = {"model": "m", "prompt": name, "max_tokens": tokens, "ignore_eos": True}
+        answers[name] = slow.post("/v1/completions", body)[0]
 
-    threads = [threading.Thread(target=ask) for _ in range(10)]
+    def admission() -> dict[str, Any]:
+        view: dict[str, Any] = slow.get("/api/models/m")["admission"]
+        return view
+
+    running = [threading.Thread(target=ask, args=(f"running {n}", 3000)) for n in range(5)]
+    waiting = [threading.Thread(target=ask, args=(f"waiting {n}", 3)) for n in range(6)]
+    for thread in running:
+        thread.start()
+    until("slots and standby are taken", lambda: admission()["charged"] == 5)
+    for thread in waiting:
+        thread.start()
+    until("the others wait", lambda: admission()["queued"] == 6)
+    slow.engines()[0].kill()
+    for thread in (*running, *waiting):
+        thread.join(60)
+    assert answers == {f"running {n}": 502 for n in range(5)} | {f"waiting {n}": 200 for n in range(6)}
+    assert slow.metric("llama_proxy_requests_inflight") == 0
+
+
+@pytest.mark.parametrize(
+    ("model_entry", "words"),
+    [
+        ({"path": "ghost.gguf"}, "failed to open GGUF file"),
+        ({"path": "text.gguf"}, "invalid magic characters"),
+        ({"path": "text.gguf", "args": ["--no-such-flag"]}, "invalid argument: --no-such-flag"),
+    ],
+)
+def test_a_model_that_cannot_load_fails_all_waiters(
+    start: Callable[..., Proxy], tmp_path: Path, model_entry: dict[str, Any], words: str
+) -> None:
+    """Twelve waiters, streaming or not, of both dialects, get the engine's own words within three seconds."""
+    (tmp_path / "text.gguf").write_text("this is no model")
+    proxy = start({"models": {"ghost": {**model_entry, "path": str(tmp_path / model_entry["path"])}}})
+    answers: list[tuple[int, dict[str, Any]]] = []
+
+    def ask(number: int) -> None:
+        path = ("/v1/completions", "/v1/chat/completions", "/v1/messages")[number % 3]
+        body = {
+            "model": "ghost",
+            "prompt": "a",
+            "messages": HELLO,
+            "max_tokens": 4,
+            "stream": number % 2 == 0,
+        }
+        answers.append(proxy.post(path, body, timeout_s=3))
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(12)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(5)
-    assert len(answers) == 10
+    assert len(answers) == 12
     for status, body in answers:
         assert status == 502
         assert body["error"]["code"] == "model_load_failed"
-        assert "ghost.gguf" in body["error"]["message"]
+        assert words in body["error"]["message"]
+    assert sum(1 for _, body in answers if body.get("type") == "error") == 4
     assert proxy.metric("llama_proxy_requests_inflight") == 0
 
 
@@ -153,15 +221,60 @@ def test_a_closed_terminal_drains(slow: Proxy) -> None:
     assert slow.process.wait(10) == 0
 
 
-def test_sigkill_leaves_no_engine_and_a_restart_works(
-    start: Callable[..., Proxy], zoo: Callable[[str], Path]
+@pytest.mark.parametrize("moment", ["loading", "prefill"])
+def test_sigterm_does_not_wait_for_what_cannot_answer_in_time(
+    start: Callable[..., Proxy], demo_model: Path, moment: str
 ) -> None:
-    """The engine dies with its proxy; the same port serves again at once."""
-    proxy = start({"models": {"m": model(zoo("llama-mid"))}})
-    stream = RawStream(proxy.url, "/v1/completions", {"model": "m", "prompt": "a", **LONG})
-    assert stream.head() == 200
+    """While loading everybody is refused at once; a long prefill is cut at the deadline; no process is left."""
+    args = ["-t", "1", "-np", "1", "-b", "128", "-c", "8192"]
+    drain_s = 1
+    proxy = start({
+        "server": {"shutdown_drain_s": drain_s},
+        "models": {"m": {"path": str(demo_model), "args": args, "stop": {"grace_s": 2}}},
+    })  # fmt: skip
+    if moment == "prefill":
+        assert proxy.post("/v1/completions", {"model": "m", "prompt": "a", "max_tokens": 1})[0] == 200
+    ask = {"model": "m", "prompt": "one two three " * 1500, "max_tokens": 5}
+    clients = [RawStream(proxy.url, "/v1/completions", {**ask, "stream": stream}) for stream in (True, False)]
+    if moment == "prefill":
+        until("the engine prefills", lambda: any(s["is_processing"] for s in proxy.get("/slots?model=m")))
+        assert clients[0].head() == 200  # the engine sends the head of a stream before its first token
+    else:
+        until("the engine starts", proxy.children)
+        assert proxy.metric("llama_proxy_requests_inflight", state="queued") == 2
     family = proxy.children()
-    assert any("llama-server" in p.name() for p in family)
+    assert proxy.process is not None
+    began = time.monotonic()
+    proxy.process.send_signal(signal.SIGTERM)
+    for client in clients:
+        if client.status == 0:
+            assert client.head() == 503
+        assert b"shutting_down" in client.whole()
+    assert time.monotonic() - began < (0 if moment == "loading" else drain_s) + 2
+    assert proxy.process.wait(15) == 0
+    until("no process is left", lambda: not any(_alive(p) for p in family), 3)
+
+
+@pytest.mark.parametrize("moment", ["loading", "streaming", "prefill"])
+def test_sigkill_leaves_no_engine_and_a_restart_works(
+    start: Callable[..., Proxy], zoo: Callable[[str], Path], demo_model: Path, moment: str
+) -> None:
+    """Whatever the engine does, it dies with its proxy; the same port serves again at once."""
+    args = ["-t", "1", "-np", "1", "-c", "8192"]
+    path = zoo("llama-mid") if moment == "streaming" else demo_model
+    proxy = start({"models": {"m": {"path": str(path), "args": args}}})
+    prompt = "a" if moment != "prefill" else "one two three " * 1500
+    stream = RawStream(proxy.url, "/v1/completions", {"model": "m", "prompt": prompt, **LONG})
+    if moment == "streaming":
+        assert stream.head() == 200
+        assert stream.event()
+    elif moment == "prefill":
+        until("the model is ready", lambda: proxy.get("/api/models/m")["state"] == "ready")
+        until("the engine prefills", lambda: any(s["is_processing"] for s in proxy.get("/slots?model=m")))
+    else:
+        until("it loads", lambda: proxy.get("/api/models/m")["state"] == "loading")
+    family = proxy.children()
+    assert family
     port = int(proxy.url.rsplit(":", 1)[1])
     os.kill(proxy.pid, signal.SIGKILL)
     assert proxy.process is not None

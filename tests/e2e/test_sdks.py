@@ -77,6 +77,8 @@ def test_completions(client: openai.OpenAI) -> None:
     assert len(done.choices) == 3
     alone = client.completions.create(model="tiny", prompt="two", max_tokens=5, temperature=0)
     assert alone.choices[0].text in [c.text for c in done.choices]
+    chunks = client.completions.create(model="tiny", prompt="two", max_tokens=5, temperature=0, stream=True)
+    assert "".join(c.choices[0].text for c in chunks if c.choices) == alone.choices[0].text
 
 
 def test_tool_choice_required_is_schema_valid(start: Callable[..., Proxy], demo_model: Path) -> None:
@@ -96,24 +98,36 @@ def test_tool_choice_required_is_schema_valid(start: Callable[..., Proxy], demo_
             {"role": "user", "content": f"Weather in {city}, {days} days?"},
             {"role": "assistant", "content": None, "tool_calls": [call]},
         ]
+    ask: dict[str, Any] = {
+        "model": "m", "messages": [*shown, {"role": "user", "content": "Weather in Paris, 2 days?"}],
+        "tools": [WEATHER], "tool_choice": "required", "max_tokens": 128, "temperature": 0,
+    }  # fmt: skip
     with openai.OpenAI(base_url=proxy.url + "/v1", api_key="none", max_retries=0, timeout=120) as client:
-        done = client.chat.completions.create(
-            model="m", messages=[*shown, {"role": "user", "content": "Weather in Paris, 2 days?"}],
-            tools=[WEATHER], tool_choice="required", max_tokens=128, temperature=0,
-        )  # type: ignore[call-overload]  # fmt: skip
+        done = client.chat.completions.create(**ask)
+        pieces = [
+            piece.function
+            for chunk in client.chat.completions.create(**ask, stream=True)
+            for choice in chunk.choices
+            for piece in choice.delta.tool_calls or []
+        ]
     assert done.choices[0].message.tool_calls, done.choices[0].message.content
-    call = done.choices[0].message.tool_calls[0]
-    arguments = json.loads(call.function.arguments)
-    assert call.function.name == "get_weather"
+    call = done.choices[0].message.tool_calls[0].function
+    assert "".join(piece.name or "" for piece in pieces) == call.name == "get_weather"
+    assert "".join(piece.arguments or "" for piece in pieces) == call.arguments
+    arguments = json.loads(call.arguments)
     assert set(arguments) == {"city", "days"}
     assert arguments["city"] in ("Paris", "Rome")
     assert arguments["days"] in (1, 2)
 
 
 def test_two_choices(client: openai.OpenAI) -> None:
-    """`n=2` gives two choices and is charged as two."""
+    """`n=2` gives two choices, streamed too."""
     done = client.chat.completions.create(model="tiny", messages=HELLO, n=2, max_tokens=8, seed=3)
     assert len(done.choices) == 2
+    chunks = client.chat.completions.create(
+        model="tiny", messages=HELLO, n=2, max_tokens=8, seed=3, stream=True
+    )
+    assert {choice.index for chunk in chunks for choice in chunk.choices} == {0, 1}
 
 
 def test_embeddings(client: openai.OpenAI) -> None:
@@ -168,6 +182,12 @@ def test_full_queue_is_429(
                 client.completions.create(model="m", prompt="c", max_tokens=1, timeout=5)
         assert error.value.code == "queue_full"
         assert 1 <= float(error.value.response.headers["retry-after"]) <= 60
+        with pytest.raises(openai.RateLimitError):
+            client.completions.create(model="m", prompt="c", max_tokens=1, stream=True, timeout=5)
+        with pytest.raises(anthropic.RateLimitError) as other:
+            sdk(anthropic.Anthropic, proxy.url).messages.create(model="m", max_tokens=1, messages=HELLO)
+        assert other.value.body["error"]["type"] == "rate_limit_error"  # type: ignore[index]
+        assert 1 <= float(other.value.response.headers["retry-after"]) <= 60
     finally:
         running.close()
         for sock in waiting:
@@ -228,3 +248,12 @@ def test_anthropic_messages(shared: Proxy, sdk: Callable[..., Any]) -> None:
         client.messages.create(**{**ask, "model": "nobody"})  # type: ignore[call-overload]
     assert error.value.body["type"] == "error"  # type: ignore[index]
     assert error.value.body["error"]["type"] == "not_found_error"  # type: ignore[index]
+    with pytest.raises(anthropic.NotFoundError):
+        client.messages.create(**{**ask, "model": "nobody"}, stream=True)  # type: ignore[call-overload]
+    with pytest.raises(anthropic.BadRequestError) as error:
+        client.post("/v1/messages", content=b'{"model": "tiny",', cast_to=object)
+    assert error.value.body["error"]["type"] == "invalid_request_error"  # type: ignore[index]
+    large = [{"role": "user", "content": "x" * 1_100_000}]
+    with pytest.raises(anthropic.APIStatusError) as error:
+        client.messages.create(model="tiny", max_tokens=4, messages=large)  # type: ignore[arg-type]
+    assert (error.value.status_code, error.value.body["error"]["type"]) == (413, "request_too_large")  # type: ignore[index]

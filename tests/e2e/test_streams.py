@@ -3,6 +3,7 @@
 import json
 import socket
 import subprocess
+import sys
 import threading
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ import pytest
 from tests.e2e.client import RawStream, data
 from tests.e2e.conftest import EXACT
 from tests.e2e.harness import Proxy
+from tests.e2e.relay import PACED, Relay, dechunked
 from tests.support.wait import until
 
 pytestmark = pytest.mark.engine
@@ -80,6 +82,70 @@ def test_events_equal_the_engines_own(
         stream.close()
     assert runs[0] == runs[1]
     assert len(runs[0]) > 20
+
+
+HELLO = [{"role": "user", "content": "the small box"}]
+
+
+@pytest.mark.parametrize(
+    ("path", "ask"),
+    [
+        ("/v1/chat/completions", {"messages": HELLO, "stream": True, "stream_options": {"include_usage": True}}),
+        ("/v1/chat/completions", {"messages": HELLO, "stream": True, "n": 2}),
+        ("/v1/chat/completions", {"messages": HELLO}),
+        ("/v1/completions", {"prompt": ["a", "b", "c"], "stream": True, "logprobs": 2}),
+        ("/completion", {"prompt": "a", "stream": True, "n_probs": 2, "return_progress": True}),
+        ("/infill", {"input_prefix": "a", "input_suffix": "b", "stream": True}),
+        ("/v1/messages", {"messages": HELLO, "stream": True}),
+        ("/v1/messages", {"messages": HELLO}),
+        ("/v1/responses", {"input": "the small box", "stream": True}),
+    ],
+)  # fmt: skip
+def test_bodies_are_the_engines_own_byte_for_byte(
+    start: Callable[..., Proxy], engine_alone: str, path: str, ask: dict[str, Any]
+) -> None:
+    """What the engine wrote to the proxy, kept on the wire between them, is what the client got."""
+    with Relay(int(engine_alone.rsplit(":", 1)[1])) as relay:
+        proxy = start({"models": {"tiny": {"url": f"http://127.0.0.1:{relay.port}"}}})
+        limit = {"max_tokens": 20, "n_predict": 20, "max_output_tokens": 20, "temperature": 0, "seed": 1}
+        stream = RawStream(
+            proxy.url, path, {"model": "tiny", **limit, **ask}, headers={"Connection": "close"}
+        )
+        assert stream.head() == 200
+        while stream._fill():
+            pass
+        got = dechunked(stream.buffer)[0] if stream.chunked else stream.buffer
+        assert got == relay.answer_to(f"POST {path} ".encode())
+        assert len(got) > 200
+
+
+def test_reads_hold_single_events_at_ten_milliseconds(start: Callable[..., Proxy]) -> None:
+    """Behind the real process, 99 of 100 client reads hold exactly one whole event. The best of three runs
+    counts: a machine that is busy elsewhere makes any process late."""
+    backend = subprocess.Popen([sys.executable, "-c", PACED], stdout=subprocess.PIPE)
+    try:
+        assert backend.stdout is not None
+        proxy = start({"models": {"m": {"url": f"http://127.0.0.1:{int(backend.stdout.readline())}"}}})
+        shares = []
+        while len(shares) < 3 and max(shares, default=0.0) < 0.99:
+            stream = RawStream(
+                proxy.url, "/v1/chat/completions", {"model": "m", "messages": [], "stream": True}
+            )
+            assert stream.head() == 200
+            reads = [stream.buffer] if stream.buffer else []
+            while not reads or b"[DONE]" not in reads[-1]:
+                reads.append(stream.sock.recv(65536))
+                assert reads[-1]
+            stream.close()
+            assert b"".join(reads).count(b"data: ") == 501
+            single = sum(1 for read in reads if read.count(b"data: ") == read.count(b"\n\n") == 1)
+            shares.append(single / len(reads))
+        assert max(shares) >= 0.99, shares
+    finally:
+        backend.kill()
+        backend.wait(10)
+        if backend.stdout is not None:
+            backend.stdout.close()
 
 
 def test_a_stream_is_not_buffered(shared: Proxy) -> None:

@@ -23,7 +23,9 @@ def record(state: State, event: Event, effects: list[Effect], now: float) -> dic
     if isinstance(event, Arrived):
         line["arrived"] = [event.spec.id, event.spec.tasks]
     line["granted"] = [
-        [effect.ticket, state.tickets[effect.ticket].cost] for effect in effects if isinstance(effect, Granted)
+        [effect.ticket, state.tickets[effect.ticket].cost]
+        for effect in effects
+        if isinstance(effect, Granted)
     ]
     line["finished"] = [
         [effect.ending.id, effect.ending.queued_s] for effect in effects if isinstance(effect, Finished)
@@ -43,12 +45,12 @@ def record(state: State, event: Event, effects: list[Effect], now: float) -> dic
 
 
 if __name__ == "__main__":
-    file = open(os.environ["ADMISSION_TRACE"], "a", buffering=1, encoding="utf-8")
+    with open(os.environ["ADMISSION_TRACE"], "a", buffering=1, encoding="utf-8") as file:
 
-    def traced(state: State, event: Event, now: float) -> list[Effect]:
-        effects = step(state, event, now)
-        file.write(json.dumps(record(state, event, effects, now)) + "\n")
-        return effects
+        def traced(state: State, event: Event, now: float) -> list[Effect]:
+            effects = step(state, event, now)
+            file.write(json.dumps(record(state, event, effects, now)) + "\n")
+            return effects
 
-    controller.step = traced
-    main()
+        controller.step = traced
+        main()
