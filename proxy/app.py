@@ -300,20 +300,23 @@ class Listening:
 
 
 async def serve(settings: Settings, engines: Engines, told: Callable[[Listening], None]) -> None:
-    """Serve until SIGTERM or SIGINT, then drain until `shutdown_drain_s` and stop. A second signal cuts."""
+    """Serve until SIGTERM, SIGINT or SIGHUP, then drain until `shutdown_drain_s` and stop.
+
+    A second signal cuts: what runs ends at once, engines are killed. Later ones change nothing.
+    """
     stop, cut = asyncio.Event(), asyncio.Event()
-    async with _listening(settings, engines) as (proxy, site, where):
-        with _signals(stop, cut):
+    with _signals(stop, cut):
+        async with _listening(settings, engines, cut) as (proxy, site, where):
             told(where)
             _log.info("listening", url=where.url, models=list(settings.models), version=__version__)
             await stop.wait()
             await _wind_down(proxy, site, cut)
-    _log.info("stopped")
+        _log.info("stopped")
 
 
 @contextlib.asynccontextmanager
 async def _listening(
-    settings: Settings, engines: Engines
+    settings: Settings, engines: Engines, cut: asyncio.Event
 ) -> AsyncIterator[tuple[Proxy, web.TCPSite, Listening]]:
     proxy = Proxy(settings, engines)
     runner = ProxyRunner(proxy.http(), settings)
@@ -326,7 +329,7 @@ async def _listening(
         yield proxy, site, Listening(settings.server.host or host, port)
     finally:
         proxy.stopping = True
-        await proxy.fleet.stop(settings.server.shutdown_drain_s)
+        await _stop_engines(proxy, cut)
         await runner.cleanup()
         proxy.admission.close()
 
@@ -345,6 +348,20 @@ async def _wind_down(proxy: Proxy, site: web.TCPSite, cut: asyncio.Event) -> Non
     await site.stop()
 
 
+async def _stop_engines(proxy: Proxy, cut: asyncio.Event) -> None:
+    """Stop every engine within the deadline, or at once when a second signal came or comes."""
+    fleet, deadline_s = proxy.fleet, proxy.settings.server.shutdown_drain_s
+    stopping = asyncio.ensure_future(fleet.stop(0 if cut.is_set() else deadline_s))
+    impatient = asyncio.ensure_future(cut.wait())
+    try:
+        await asyncio.wait({stopping, impatient}, return_when=asyncio.FIRST_COMPLETED)
+        if not stopping.done():
+            await fleet.stop(0)
+        await stopping
+    finally:
+        impatient.cancel()
+
+
 async def _quiet(proxy: Proxy, timeout_s: float, cut: asyncio.Event) -> None:
     """Wait until nothing runs, the time is over, or `cut` is set."""
     deadline = proxy.clock() + timeout_s
@@ -361,7 +378,10 @@ def _signals(stop: asyncio.Event, cut: asyncio.Event) -> Iterator[None]:
         _log.info("signal", name=number.name, again=stop.is_set())
         (cut if stop.is_set() else stop).set()
 
-    numbers = (signal.SIGTERM, signal.SIGINT)
+    numbers = [signal.SIGTERM, signal.SIGINT]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        # the terminal is gone; under nohup that is to be survived
+        numbers.append(signal.SIGHUP)
     for number in numbers:
         loop.add_signal_handler(number, on_signal, number)
     try:

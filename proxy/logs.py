@@ -11,6 +11,9 @@ import structlog
 
 Log = structlog.typing.FilteringBoundLogger
 
+_WITHOUT_VALUES = structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
+"""Tracebacks without the frames' variables: those hold bodies and keys."""
+
 
 def configure(level: str = "info", fmt: Literal["auto", "json", "console"] = "auto") -> None:
     """Set up structlog and the standard library's root logger to write to standard error."""
@@ -23,9 +26,13 @@ def configure(level: str = "info", fmt: Literal["auto", "json", "console"] = "au
         structlog.processors.StackInfoRenderer(),
     ]
     tail: list[structlog.typing.Processor] = (
-        [structlog.processors.dict_tracebacks, structlog.processors.JSONRenderer()]
+        [structlog.processors.ExceptionRenderer(_WITHOUT_VALUES), structlog.processors.JSONRenderer()]
         if as_json
-        else [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())]
+        else [
+            structlog.dev.ConsoleRenderer(
+                colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback
+            )
+        ]
     )
     structlog.configure(
         processors=[*shared, *tail],

@@ -4,11 +4,13 @@ Units are in the names (`_s` seconds, `_ms` milliseconds, `_bytes` bytes). 0 or 
 for every limit, budget and interval. `load` is the only reader of files and environment.
 """
 
+import ipaddress
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
+from urllib.parse import urlsplit
 
 import yaml
 from pydantic import (
@@ -34,7 +36,7 @@ ENV_PREFIX = "LLAMA_PROXY_"
 ENGINE_MAX_BODY_BYTES = 100 * 1024 * 1024
 """llama-server refuses larger bodies and has no flag for it, so our cap may not exceed it."""
 
-_LOOPBACK = ("127.", "localhost", "::1", "[::1]")
+_LOOPBACK_NAMES = frozenset({"localhost", "localhost.", "ip6-localhost"})
 
 
 class ConfigError(Exception):
@@ -52,6 +54,28 @@ def _expand(value: Path) -> Path:
 def _model_id(value: str) -> str:
     if not value or value != value.strip() or any(ord(c) < 0x20 for c in value):
         raise ValueError("a model name is a non-empty text without surrounding blanks or control characters")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise ValueError("a model name must be valid Unicode text") from None
+    return value
+
+
+def _secret_text(value: SecretStr) -> SecretStr:
+    text = value.get_secret_value()
+    if not text or text != text.strip() or not text.isprintable():
+        raise ValueError("a key is a non-empty printable text without surrounding blanks")
+    return value
+
+
+def _url(value: str) -> str:
+    try:
+        parts = urlsplit(value)
+        named = bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        parts, named = urlsplit(""), False
+    if not named or parts.scheme not in {"http", "https"} or parts.query or parts.fragment:
+        raise ValueError("expected http://host:port or https://host:port, optionally with a path")
     return value
 
 
@@ -60,6 +84,8 @@ OptionalSeconds = Annotated[Seconds | None, BeforeValidator(_zero_is_off)]
 OptionalCount = Annotated[Annotated[int, Field(ge=0)] | None, BeforeValidator(_zero_is_off)]
 UserPath = Annotated[Path, AfterValidator(_expand)]
 ModelId = Annotated[str, AfterValidator(_model_id)]
+Key = Annotated[SecretStr, AfterValidator(_secret_text)]
+Url = Annotated[str, AfterValidator(_url)]
 PriorityClass = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_-]{0,31}$")]
 Policy = Literal["mixed", "drain", "yield"]
 
@@ -74,7 +100,7 @@ class ApiKey(Frozen):
     """One client's key. `weight` and `class` are used by fair sharing; `models` are glob patterns."""
 
     name: Annotated[str, Field(min_length=1, max_length=64)]
-    key: SecretStr
+    key: Key
     priority: PriorityClass = Field("normal", alias="class")
     weight: Annotated[float, Field(gt=0, le=1000)] = 1.0
     max_queue: OptionalCount = None
@@ -87,7 +113,7 @@ class AdminKey(Frozen):
     """A key for the operator API; its name is the audit field."""
 
     name: Annotated[str, Field(min_length=1, max_length=64)]
-    key: SecretStr
+    key: Key
 
 
 class Server(Frozen):
@@ -97,13 +123,14 @@ class Server(Frozen):
     port: Annotated[int, Field(ge=0, le=65535)] = 8082
     api_keys: tuple[ApiKey, ...] = ()
     admin_keys: tuple[AdminKey, ...] = ()
-    metrics_key: SecretStr | None = None
+    metrics_key: Key | None = None
     insecure_no_keys: bool = False
     allowed_hosts: tuple[str, ...] = ()
     cors_origins: tuple[str, ...] = ()
     max_body_bytes: Annotated[int, Field(gt=0, le=ENGINE_MAX_BODY_BYTES)] = 67_108_864
     max_header_bytes: Annotated[int, Field(ge=1024, le=262_144)] = 16_384
     body_timeout_s: OptionalSeconds = 60.0
+    stall_timeout_s: OptionalSeconds = 120.0
     shutdown_drain_s: Seconds = 10.0
     state_dir: UserPath | None = None
     log_level: Literal["debug", "info", "warning", "error"] = "info"
@@ -112,7 +139,12 @@ class Server(Frozen):
     @property
     def loopback(self) -> bool:
         """Whether only this machine can reach the port."""
-        return self.host.startswith(_LOOPBACK)
+        if self.host.lower() in _LOOPBACK_NAMES:
+            return True
+        try:
+            return ipaddress.ip_address(self.host.removeprefix("[").removesuffix("]")).is_loopback
+        except ValueError:
+            return False
 
     @model_validator(mode="after")
     def _keys(self) -> Self:
@@ -120,6 +152,13 @@ class Server(Frozen):
             names = [key.name for key in getattr(self, field)]
             if len(set(names)) != len(names):
                 raise ValueError(f"{field}: two keys have the same name")
+        owners: dict[str, str] = {}
+        named = [(f"api_keys ({key.name})", key.key) for key in self.api_keys]
+        named += [(f"admin_keys ({key.name})", key.key) for key in self.admin_keys]
+        for where, secret in named:
+            other = owners.setdefault(secret.get_secret_value(), where)
+            if other != where:
+                raise ValueError(f"{where}: has the same key as {other}; every key must be another")
         problem = _open_bind(self)
         if problem:
             raise ValueError(problem)
@@ -186,7 +225,7 @@ class Model(Frozen):
 
     path: UserPath | None = None
     cmd: str | None = None
-    url: str | None = None
+    url: Url | None = None
     dns: str | None = None
     cwd: UserPath | None = None
     args: tuple[str, ...] = ()
@@ -194,7 +233,7 @@ class Model(Frozen):
     aliases: tuple[ModelId, ...] = ()
     description: str = ""
     engine: str | None = None
-    upstream_key: SecretStr | None = None
+    upstream_key: Key | None = None
     vram_bytes: OptionalCount = None
     ram_bytes: OptionalCount = None
     ttl_s: OptionalSeconds = None
@@ -336,6 +375,8 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         raw = yaml.load(text, Loader=_UniqueKeys)  # noqa: S506 - a SafeLoader subclass
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}: is not valid YAML: {' '.join(str(error).split())}") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: is nested too deeply") from None
     if raw is None:
         return {}
     if not isinstance(raw, dict):
@@ -350,7 +391,14 @@ class _UniqueKeys(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()
         for key_node, _ in node.value:
+            if key_node.tag == "tag:yaml.org,2002:merge":
+                # `<<` brings defaults, which the mapping's own keys may replace
+                continue
             key = self.construct_object(key_node, deep=True)
+            if not isinstance(key, Hashable):
+                raise yaml.constructor.ConstructorError(
+                    None, None, "a key must be a plain value, not a list or a mapping", key_node.start_mark
+                )
             if key in seen:
                 raise yaml.constructor.ConstructorError(
                     None, None, f"key {key!r} stands twice", key_node.start_mark
@@ -364,7 +412,7 @@ def _explain(error: ValidationError, path: Path | None) -> str:
     lines = []
     for item in error.errors(include_url=False):
         field = ".".join(str(part) for part in item["loc"]) or "(top level)"
-        message = item["msg"].removeprefix("Value error, ")
+        message = _EXPECTED.get(item["type"]) or item["msg"].removeprefix("Value error, ")
         if item["type"] == "extra_forbidden":
             message = "this field does not exist (check the spelling; see config.example.yaml)"
         got = item.get("input")
@@ -373,8 +421,17 @@ def _explain(error: ValidationError, path: Path | None) -> str:
     return "\n".join(lines)
 
 
+_EXPECTED = {
+    "tuple_type": "expected a list",
+    "mapping_type": "expected a mapping",
+    "dict_type": "expected a mapping",
+    "model_type": "expected a mapping",
+}
+_KEEPS_SECRETS = frozenset({"api_keys", "admin_keys", "metrics_key", "upstream_key", "key", "env"})
+
+
 def _secret(field: str) -> bool:
-    return field.rsplit(".", 1)[-1] in {"key", "metrics_key", "upstream_key"}
+    return not _KEEPS_SECRETS.isdisjoint(field.split("."))
 
 
 def _short(value: Any) -> str:
@@ -395,6 +452,10 @@ def _with_models_dir(settings: Settings, base: Path, path: Path | None) -> Setti
     for file in sorted(folder.glob("*.gguf")):
         if file.name.startswith("mmproj") or _later_shard(file.name) or file.resolve() in named:
             continue
+        try:
+            _model_id(file.stem)
+        except ValueError as error:
+            raise ConfigError(f"models_dir: {str(file)!a}: {error}; rename the file") from None
         if file.stem in taken:
             raise ConfigError(f"models_dir: {file}: the name {file.stem!r} is already taken by another model")
         models[file.stem] = Model(path=file)

@@ -1,6 +1,7 @@
 """The configuration: what is accepted, what is refused and with which words."""
 
 import dataclasses
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -68,11 +69,28 @@ def test_the_example_names_every_field() -> None:
         ("server: {host: 0.0.0.0}", ["server", "api_keys", "insecure_no_keys"]),
         ("engine: {phase_policy: fast}", ["engine.phase_policy", "'mixed', 'drain' or 'yield'"]),
         ("models: {a: {}}", ["models.a", "exactly one of path, cmd, url or dns"]),
-        ("models: {a: {path: x, url: y}}", ["models.a", "path, url"]),
+        ("models: {a: {path: x, url: 'http://y'}}", ["models.a", "path, url"]),
         ("models: {a: {path: x, aliases: [b]}, b: {path: y}}", ["models.a.aliases", "'b'"]),
         ("models: {' a': {path: x}}", ["blanks"]),
         ("server: {port: 1, port: 2}", ["'port' stands twice", "line 1"]),
         ("server: [", ["not valid YAML"]),
+        ("? [a]\n: 1", ["not valid YAML", "a key must be a plain value"]),
+        ("a: " + "[" * 5000 + "]" * 5000, ["nested too deeply"]),
+        ("server: {host: localhost.example.org}", ["server", "api_keys"]),
+        ("server: {host: '::1234'}", ["server", "api_keys"]),
+        ("server: {api_keys: [{name: a, key: ''}]}", ["server.api_keys.0.key", "non-empty"]),
+        ("server: {metrics_key: ' x'}", ["server.metrics_key", "blanks"]),
+        ("server: {api_keys: [{name: a, key: k}, {name: b, key: k}]}", ["api_keys (b)", "api_keys (a)"]),
+        (
+            "server: {api_keys: [{name: a, key: k}], admin_keys: [{name: b, key: k}]}",
+            ["admin_keys (b)", "api_keys (a)"],
+        ),
+        ('models: {"a\\uD800": {path: x}}', ["models", "valid Unicode"]),
+        ("models: {a: {path: x, args: -t 1}}", ["models.a.args", "a list"]),
+        ("models: {a: }", ["models.a", "a mapping"]),
+        ("models: {a: {url: 'http://'}}", ["models.a.url", "http://host:port"]),
+        ("models: {a: {url: 'http://[::1'}}", ["models.a.url", "http://host:port"]),
+        ("models: {a: {url: 'localhost:8080'}}", ["models.a.url", "http://host:port"]),
         ("- 1", ["top level must be a mapping"]),
         ("models_dir: nowhere", ["models_dir", "not a folder"]),
         ("server: {api_keys: [{name: a, key: k, class: vip}]}", ["class 'vip'", "interactive"]),
@@ -89,11 +107,41 @@ def test_an_invalid_file_names_the_field(read: Load, text: str, words: list[str]
         assert word in message
 
 
-def test_keys_never_appear_in_errors_or_reprs(read: Load) -> None:
-    """A secret is not printed, not even when it is what is wrong."""
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "127.1.2.3", "::1", "[::1]"])
+def test_loopback_needs_no_keys(read: Load, host: str) -> None:
+    """Addresses and names that cannot be anything but this machine."""
+    assert read(f"server: {{host: '{host}'}}").server.loopback
+
+
+def test_yaml_merge_keys_bring_defaults(read: Load) -> None:
+    """`<<` is for models that share most of their fields; what a model says itself wins."""
+    text = "models: {a: &a {path: /a.gguf, args: [-c, '1']}, b: {<<: *a, path: /b.gguf}}"
+    models = read(text).models
+    assert models["b"].args == models["a"].args == ("-c", "1")
+    assert (models["a"].path, models["b"].path) == (Path("/a.gguf"), Path("/b.gguf"))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "server: {api_keys: [{name: a, key: 123456789}]}",
+        "server: {api_keys: [123456789]}",
+        "server: {admin_keys: 123456789}",
+        "server: {api_keys: [{name: a, keey: 123456789}]}",
+        "models: {a: {path: x, env: {TOKEN: 123456789}}}",
+        "models: {a: {url: 'http://x', upstream_key: 123456789}}",
+        "engine: {env: {TOKEN: 123456789}}",
+    ],
+)
+def test_keys_never_appear_in_errors(read: Load, text: str) -> None:
+    """A secret is not printed, not even when it is what is wrong or stands in the wrong place."""
     with pytest.raises(ConfigError) as error:
-        read("server: {api_keys: [{name: a, key: 123456789}]}")
+        read(text)
     assert "123456789" not in str(error.value)
+
+
+def test_keys_never_appear_in_reprs(read: Load) -> None:
+    """Settings can be logged."""
     settings = read("server: {api_keys: [{name: a, key: s3cr3t}]}")
     assert "s3cr3t" not in repr(settings)
 
@@ -157,3 +205,12 @@ def test_unreadable_files_say_so(tmp_path: Path) -> None:
     (tmp_path / "bin.yaml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match="not UTF-8"):
         load(tmp_path / "bin.yaml", {})
+
+
+def test_models_dir_refuses_a_name_that_is_no_text(tmp_path: Path) -> None:
+    """A file name that is not UTF-8 could neither be listed nor asked for."""
+    (tmp_path / os.fsdecode(b"\xff.gguf")).touch()
+    file = tmp_path / "c.yaml"
+    file.write_text("models_dir: .")
+    with pytest.raises(ConfigError, match="rename the file"):
+        load(file, {})

@@ -15,6 +15,8 @@
 //   - after advance(): the engine is in PREFILL only with a slot in PREFILL, in GENERATE only with a slot in GENERATE, and IDLE with
 //     a slot QUEUED only while wake_at() names the moment at which that ends
 
+#include "phase-totals.h"
+
 #include <cstddef>
 #include <cstdint>
 #include <optional>
@@ -89,17 +91,6 @@ struct slot_view {
     int64_t     wait_us   = 0; // time at the barrier
     int64_t     paused_us = 0;
     std::string request;
-};
-
-struct totals {
-    uint64_t n_prefill   = 0; // prefill phases begun
-    uint64_t n_generate  = 0; // generate phases begun
-    uint64_t n_yield     = 0;
-    int64_t  prefill_us  = 0; // engine time, the running phase included
-    int64_t  generate_us = 0;
-    int64_t  wait_us     = 0; // slot time, the running waits included
-    int64_t  queue_us    = 0;
-    int64_t  paused_us   = 0;
 };
 
 // a slot that may generate from now on

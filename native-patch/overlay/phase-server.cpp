@@ -1,5 +1,7 @@
 #include "phase-server.h"
 
+#include "phase-machine.h"
+
 #include <algorithm>
 #include <cctype>
 #include <cinttypes>

@@ -2,13 +2,17 @@
 
 // What the server's structs carry for the phase machine. Included by server-common.h, so it includes nothing of the server.
 
-#include "phase-machine.h"
+#include "phase-totals.h"
 
 #include <cstdint>
 #include <map>
 #include <optional>
 #include <string>
 #include <vector>
+
+namespace phase {
+class machine;
+}
 
 // travels with a task
 struct server_phase_tag {

@@ -9,6 +9,7 @@ target_sources(server-context PRIVATE
     ${CMAKE_CURRENT_LIST_DIR}/phase-machine.h
     ${CMAKE_CURRENT_LIST_DIR}/phase-server.cpp
     ${CMAKE_CURRENT_LIST_DIR}/phase-server.h
+    ${CMAKE_CURRENT_LIST_DIR}/phase-totals.h
 )
 
 # Given by the build tool; a build without them says "unknown".

@@ -759,11 +759,12 @@ std::vector<scope> scopes() {
         { "drain-pool",         policy::drain, 3, 0, true,  6, { chat(2, 2), chat(3, 1), chat(1, 2), chat(2, 1) } },
         { "yield-unequal",      policy::yield, 3, 2, true,  0, { chat(1, 3), chat(2, 2), chat(1, 1) } },
         { "yield-four-slots",   policy::yield, 4, 1, false, 0, { chat(1, 3), chat(1, 2), chat(2, 1), chat(1, 1) } },
-        { "yield-six",          policy::yield, 2, 1, false, 0, { chat(1, 3), chat(1, 1), chat(1, 2), chat(1, 1), chat(1, 1), chat(1, 1) } },
+        { "yield-six",          policy::yield, 2, 1, false, 0, { chat(1, 2), chat(1, 1), chat(1, 2), chat(1, 1), chat(1, 1), chat(1, 1) } },
         { "yield-window",       policy::yield, 3, 1, false, 0, { chat(1, 3, 1), chat(1, 1, 2), chat(1, 2, 0) } },
         { "yield-embeddings",   policy::yield, 3, 1, true,  0, { chat(1, 3), embed(1), chat(1, 1), embed(2) } },
         { "yield-families",     policy::yield, 4, 1, true,  0, { chat(1, 3), family(1, 2, 1), chat(1, 1) } },
-        { "yield-pool",         policy::yield, 3, 1, true,  7, { chat(1, 3), chat(2, 2), chat(3, 1), chat(1, 1) } },
+        { "yield-pool",         policy::yield, 3, 1, true,  7, { chat(1, 3), chat(2, 2), chat(3, 1) } },
+        { "yield-pool-queue",   policy::yield, 3, 1, false, 6, { chat(1, 2), chat(2, 2), chat(2, 1), chat(1, 1) } },
         { "mixed",              policy::mixed, 3, 0, true,  0, { chat(1, 2), chat(2, 1), embed(1), family(1, 1, 1) } },
     };
 }

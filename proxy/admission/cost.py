@@ -30,6 +30,10 @@ _RERANK = frozenset({"rerank", "reranking"})
 _WITH_N = frozenset({"completion", "completions", "chat/completions", "responses", "infill"})
 """Endpoints that hand `n` on to the engine's sampling; the conversion of `messages` drops it."""
 
+_INT32 = 1 << 32
+_JSON_INTEGERS = 1 << 64
+"""From here on the engine reads a number as floating point, which it then refuses as a count."""
+
 
 @dataclass(frozen=True, slots=True)
 class Work:
@@ -79,9 +83,14 @@ def is_wide(tasks: int, n: int, slots: int) -> bool:
 
 
 def _n(body: Mapping[str, Any]) -> int:
-    """`n_cmpl` wins over its alias `n`; null is absent; what is no positive integer is refused later."""
+    """`n_cmpl` wins over its alias `n`; null is absent; what is no positive integer is refused later.
+
+    The engine keeps the low 32 bits of an integer: 4294967298 means 2 to it, and has to mean 2 here.
+    """
     for name in ("n_cmpl", "n"):
         value = body.get(name)
+        if isinstance(value, int) and abs(value) < _JSON_INTEGERS:
+            return max(1, (value + _INT32 // 2) % _INT32 - _INT32 // 2)
         if isinstance(value, int) or (isinstance(value, float) and math.isfinite(value)):
             return max(1, int(value))
         if value is not None:

@@ -65,11 +65,15 @@ class Answer:
 
 
 class ProbeError(Exception):
-    """A probe got no usable answer; `timed_out` tells silence from refusal."""
+    """A probe got no usable answer.
 
-    def __init__(self, message: str, *, timed_out: bool = False) -> None:
+    `timed_out` tells silence from refusal; `refused` that nobody listens at the engine's port.
+    """
+
+    def __init__(self, message: str, *, timed_out: bool = False, refused: bool = False) -> None:
         super().__init__(message)
         self.timed_out = timed_out
+        self.refused = refused
 
 
 @dataclass(slots=True, eq=False)
@@ -163,7 +167,7 @@ class EngineClient:
         except TimeoutError:
             raise ProbeError(f"{target}: no answer within {timeout_s:g} s", timed_out=True) from None
         except (*_FAILURES, ValueError) as error:
-            raise ProbeError(f"{target}: {_words(error)}") from None
+            raise ProbeError(f"{target}: {_words(error)}", refused=_refused(error)) from None
 
     @property
     def exchanges(self) -> int:
@@ -306,6 +310,12 @@ async def _read(response: aiohttp.ClientResponse, limit: int) -> bytes:
             raise ValueError(f"the answer is larger than {limit} bytes")
         parts.append(data)
     return b"".join(parts)
+
+
+def _refused(error: BaseException) -> bool:
+    return isinstance(error, aiohttp.ClientConnectorError) and isinstance(
+        error.os_error, ConnectionRefusedError
+    )
 
 
 def _words(error: BaseException) -> str:

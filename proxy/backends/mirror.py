@@ -50,8 +50,13 @@ class Mirror:
         on_snapshot: Callable[[Snapshot], None],
         on_failed_polls: Callable[[int, ProbeError], None] | None = None,
         engine_is_ours: bool = True,
+        working: Callable[[], int] = lambda: 0,
     ) -> None:
-        """`on_failed_polls` is told how many polls in a row got no usable answer, and the last reason."""
+        """`on_failed_polls` is told how many polls in a row got no usable answer, and the last reason.
+
+        `working` tells how many of our requests are with the engine: one that has just been sent is on
+        no slot yet, and its first moments are worth watching.
+        """
         self.key = key
         self.latest: Snapshot | None = None
         self.failed_polls = 0
@@ -61,6 +66,7 @@ class Mirror:
         self._metrics = metrics
         self._on_snapshot = on_snapshot
         self._on_failed_polls = on_failed_polls
+        self._working = working
         self._ledger = PhaseLedger(engine_is_ours=engine_is_ours)
         self._poked = asyncio.Event()
         self._since = 0
@@ -109,7 +115,7 @@ class Mirror:
     def _interval(self) -> float:
         if self.latest is None or self.failed_polls:
             return RETRY_S
-        if self.latest.busy == 0:
+        if self.latest.busy == 0 and not self._working():
             return IDLE_S
         return NATIVE_BUSY_S if self.latest.native else STOCK_BUSY_S
 

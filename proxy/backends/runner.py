@@ -47,6 +47,8 @@ from proxy.upstream import Upstream
 LET_GO_S: Final = 0.3
 """How long requests of a stopped backend have to write their error event before sockets are cut."""
 REMOTE_LOST_POLLS: Final = 3
+DEAF_POLLS: Final = 2
+"""Failed polls in a row, the last one refused, after which a living process counts as lost."""
 
 _log = logs.get("backends")
 _T = TypeVar("_T")
@@ -284,8 +286,9 @@ class ModelRunner:
             clock=self._clock,
             metrics=self._metrics,
             on_snapshot=self._voice.snapshot,
-            on_failed_polls=self._remote_trouble if remote else None,
+            on_failed_polls=self._remote_trouble if remote else self._process_trouble,
             engine_is_ours=not remote,
+            working=lambda: client.exchanges,
         )
         self._live = _Live(key, running, mirror)
         self._last_error = ""
@@ -318,6 +321,22 @@ class ModelRunner:
                 f"the remote engine of model {self.name!r} does not answer any more: {error}",
             )
             self._post(Exited(live.key.generation))
+
+    def _process_trouble(self, failed: int, error: ProbeError) -> None:
+        """A process that lives and does not listen was told to stop by somebody else.
+
+        llama-server then closes its port, answers nothing any more, and waits for its clients to leave: for us.
+        """
+        live = self._live
+        if live is None or not error.refused or failed < DEAF_POLLS or self.key != live.key:
+            return
+        self._metrics.crashes.labels(self.name).inc()
+        self._loss = ProxyError(
+            ErrorCode.UPSTREAM_ERROR,
+            f"the engine of model {self.name!r} closed its port although nobody here stopped it"
+            " (was it sent a signal?)",
+        )
+        self._post(Exited(live.key.generation))
 
     def _lost(self) -> None:
         """The ready backend ended by itself: tell at once, then clear away."""

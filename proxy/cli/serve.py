@@ -3,6 +3,7 @@
 import asyncio
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -12,7 +13,14 @@ from proxy.app import EngineBinary, Engines, Listening, with_overrides
 from proxy.app import serve as serve_app
 from proxy.cli.config import config_path, load_or_exit
 from proxy.cli.progress import ConsoleProgress
-from proxy.engine import BuildOptions, EngineToolError, ensure_demo_model, ensure_engine
+from proxy.engine import (
+    BuildOptions,
+    EngineToolError,
+    ExitCode,
+    ensure_demo_model,
+    ensure_engine,
+    options_from_environment,
+)
 from proxy.settings import ConfigError, Model, Settings, check_bind
 
 DEMO_NAME = "smollm2-135m-instruct"
@@ -60,6 +68,9 @@ def serve(
     except ConfigError as error:
         click.secho(str(error), fg="red", err=True)
         sys.exit(2)
+    except KeyboardInterrupt:
+        click.echo("\ninterrupted; what is done is kept, the next run goes on from there", err=True)
+        sys.exit(int(ExitCode.INTERRUPTED))
     try:
         _run(settings, Engines(settings, default))
     except OSError as error:
@@ -87,7 +98,7 @@ def _prepared(
     with ConsoleProgress() as progress:
         default = None
         if settings.engine.dir == "auto" and _needs_engine(settings, model_file):
-            paths = ensure_engine(BuildOptions(cuda=cuda), progress)
+            paths = ensure_engine(_options(cuda=cuda), progress)
             default = EngineBinary(path=paths.server, patched=True, dir=paths.dir)
         if model_file is not None:
             path = model_file.expanduser().absolute()
@@ -101,6 +112,12 @@ def _prepared(
             model = Model(path=path, args=DEMO_ARGS, aliases=("default",), description=text)
             settings = settings.model_copy(update={"models": {DEMO_NAME: model}})
     return settings, default
+
+
+def _options(*, cuda: bool) -> BuildOptions:
+    """Return the build options of the environment (`LLAMA_CPP_DIR`, …), with CUDA where it was asked for."""
+    options = options_from_environment()
+    return replace(options, cuda=True) if cuda else options
 
 
 def _needs_engine(settings: Settings, model_file: Path | None) -> bool:

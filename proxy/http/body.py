@@ -14,6 +14,9 @@ from proxy.settings import Server
 
 PARSE_IN_THREAD_FROM: Final = 256 * 1024
 """Bytes from which JSON is parsed off the event loop (about 0.2 ms of work)."""
+MAX_CONTAINERS: Final = 500_000
+"""Arrays and objects in one body (brackets within strings count, too). Millions of them take the parser, which
+holds the interpreter's lock, seconds in which no stream moves; no prompt comes near."""
 
 
 def check_length(request: web.BaseRequest, limit: int) -> None:
@@ -64,6 +67,11 @@ async def read_facts(request: web.Request, endpoint: Endpoint, server: Server) -
         return facts.form_facts(endpoint, data, content_type or "")
     if len(data) < PARSE_IN_THREAD_FROM:
         return facts.json_facts(endpoint, data)
+    if data.count(b"[") + data.count(b"{") > MAX_CONTAINERS:
+        raise ProxyError(
+            ErrorCode.INVALID_REQUEST,
+            f"the body has more than {MAX_CONTAINERS} arrays and objects: send fewer per request",
+        )
     return await asyncio.to_thread(facts.json_facts, endpoint, data)
 
 

@@ -74,6 +74,29 @@ class Meter:
         return ErrorCode.INTER_TOKEN_TIMEOUT if out is not None and self._silent_s > out else None
 
 
+class Stall:
+    """Notices a client that takes nothing of what waits for it: it holds a slot's charge. Pure."""
+
+    __slots__ = ("_at", "_limit_s", "_stalled_s", "_taken")
+
+    def __init__(self, limit_s: float | None, now: float) -> None:
+        self._limit_s = limit_s
+        self._at = now
+        self._taken = 0
+        self._stalled_s = 0.0
+
+    def step(self, now: float, sent: int, unread: int) -> bool:
+        """Account the time since the last step; True when the client took nothing for too long.
+
+        `sent` bytes were written so far, `unread` of them wait for the client.
+        """
+        spent, self._at = min(now - self._at, STEP_CAP_S), now
+        taken, before = sent - unread, self._taken
+        self._taken = taken
+        self._stalled_s = 0.0 if unread == 0 or taken > before else self._stalled_s + spent
+        return self._limit_s is not None and self._stalled_s > self._limit_s
+
+
 def _prefilling(seen: Seen) -> bool:
     if seen.mirrored:
         return seen.state is TicketState.PREFILL

@@ -104,7 +104,14 @@ def json_facts(endpoint: Endpoint, data: bytes) -> Facts:
         raise _wrong_type("stream", "true or false", stream)
     if "id_slot" in body:
         del body["id_slot"]
-        data = orjson.dumps(body)
+        try:
+            data = orjson.dumps(body)
+        except orjson.JSONEncodeError as error:
+            raise ProxyError(
+                ErrorCode.INVALID_JSON,
+                f"'id_slot' cannot be taken out of this body ({error}): leave it out",
+                param="id_slot",
+            ) from None
     return Facts(
         model=model or None,
         stream=endpoint.shape is not None and stream is True,

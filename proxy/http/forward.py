@@ -17,7 +17,7 @@ from proxy.admission import Grant, Mirror, Ticket, TicketSpec, outcome_of
 from proxy.errors import ErrorCode, ProxyError
 from proxy.headers import to_engine
 from proxy.http.accounts import BEFORE_HEAD, CLIENT_GONE, MID_BODY
-from proxy.http.budgets import Meter, Seen, Sweeper, expired
+from proxy.http.budgets import Meter, Seen, Stall, Sweeper, expired
 from proxy.http.call import Call, Caller
 from proxy.http.cut import Cut, fresh
 from proxy.http.endpoints import Endpoint
@@ -66,6 +66,7 @@ class Flight:
         self._cut = Cut()
         self._limits = plan.limits or ctx.catalog.model(call.model).budgets
         self._meter = Meter(self._limits, ctx.clock())
+        self._stall = Stall(ctx.settings.server.stall_timeout_s, ctx.clock())
         off = request.headers.get("x-keepalive", "").strip().lower() == "off"
         self._keepalive_s = None if off or not plan.facts.stream else ctx.settings.admission.keepalive_s
         self._ticket: Ticket | None = None
@@ -74,6 +75,7 @@ class Flight:
         self._grant: Grant | None = None
         self._opening = False
         self._complete = False
+        self._finishing = False
         self._refused = ""
         self._comment: asyncio.Task[None] | None = None
 
@@ -116,7 +118,7 @@ class Flight:
                 self._comment.cancel()
             call.outcome, call.code = outcome, code
             call.reason = str(ticket.reason or "")
-            call.cohort = ticket.cohort if ticket.cohort is not None else call.cohort
+            call.cohort = call.cohort if ticket.cohort is None else ticket.cohort
             ticket.release(outcome, code, upstream_open=self._opening and not self._complete)
         return self._answer()
 
@@ -124,6 +126,10 @@ class Flight:
         """Check the budgets, and keep a silent started stream alive (called by the sweeper)."""
         ticket, call, sink = self._ticket, self._call, self._sink
         if ticket is None:
+            return
+        if self._reply.started and self._stall.step(now, *self._reply.progress()):
+            # as if it had left: there is nobody to tell
+            self._reply.abort()
             return
         code = self._meter.step(
             Seen(
@@ -135,13 +141,13 @@ class Flight:
                 stream=self._facts.stream,
                 state=ticket.state,
                 mirrored=self._mirrored(),
-                blocked=sink is not None and sink.blocked,
+                blocked=self._finishing or (sink is not None and sink.blocked),
             )
         )
         if code is not None:
             self._cut.fire(expired(code, self._limits))
             return
-        if self._keepalive_s is None or not isinstance(sink, EventSink) or sink.blocked:
+        if self._keepalive_s is None or self._finishing or not isinstance(sink, EventSink) or sink.blocked:
             return
         if self._comment is not None and not self._comment.done():
             return
@@ -188,6 +194,7 @@ class Flight:
             self._exchange = exchange = await self._while_alive(opening, ticket)
             del opening
             call.head = self._ctx.clock()
+            call.cohort = call.cohort if ticket.cohort is None else ticket.cohort
             await self._pump(exchange, ticket)
         except UpstreamDied as died:
             raise await self._cause(died, ticket) from died
@@ -249,6 +256,8 @@ class Flight:
             await exchange.attach(plain)
             self._complete = True
             plain.finish()
+        # from here on it waits for the client alone, and a comment would stand behind the end
+        self._finishing = True
         await reply.finish()
 
     # --- ends ---------------------------------------------------------------------------------------

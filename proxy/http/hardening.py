@@ -19,6 +19,8 @@ def check_raw(
     `limit` bounds the sum of all header bytes. Targets must be in origin form: a target with its own
     authority would pass by the Host rule.
     """
+    if version < (1, 0):
+        raise _refused("HTTP/1.0 or HTTP/1.1 is needed")
     if not target.startswith("/") and not (method == "OPTIONS" and target == "*"):
         raise _refused("the request target must be a path (origin form)")
     if "#" in target:

@@ -21,6 +21,8 @@ from proxy.types import ModelState
 READ_LIMITS: Final = Budgets(first_token_timeout_s=None, inter_token_timeout_s=None, total_timeout_s=30.0)
 """Reads of an engine's state answer in milliseconds; whoever waits longer should be told."""
 _NAMES_SHOWN: Final = 10
+_NAME_SHOWN: Final = 200
+"""Characters of a name that is sent back: a body may hold a very long one."""
 
 
 class Inference:
@@ -98,7 +100,9 @@ class Inference:
             )
         if model is None:
             raise ProxyError(
-                ErrorCode.MODEL_NOT_FOUND, f"the model {name!r} does not exist; see /v1/models", param="model"
+                ErrorCode.MODEL_NOT_FOUND,
+                f"the model {_short(name or '')!r} does not exist; see /v1/models",
+                param="model",
             )
         if not may_use(caller, model, catalog.model(model)):
             raise ProxyError(
@@ -108,3 +112,7 @@ class Inference:
             )
         call.model = model
         return caller
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= _NAME_SHOWN else name[:_NAME_SHOWN] + "…"

@@ -72,6 +72,8 @@ def from_http_exception(error: web.HTTPException, path: str) -> ProxyError:
             return ProxyError(ErrorCode.NOT_FOUND, f"there is no path {path!r}")
         case web.HTTPRequestEntityTooLarge():
             return ProxyError(ErrorCode.REQUEST_TOO_LARGE, "the body is too large")
+        case web.HTTPExpectationFailed():
+            return ProxyError(ErrorCode.INVALID_REQUEST, "only Expect: 100-continue is understood")
         case _ if 400 <= error.status < 500:
             return ProxyError(ErrorCode.INVALID_REQUEST, error.reason)
         case _:

@@ -1,6 +1,9 @@
 """The response to one client: begun at most once, ended properly or visibly torn, never half-formed."""
 
 import asyncio
+import fcntl
+import struct
+import termios
 from typing import Final
 
 from aiohttp import web
@@ -95,6 +98,19 @@ class Reply:
         """Tear the connection down: a cut body must not look complete."""
         if self._request.transport is not None:
             self._request.transport.abort()
+
+    def progress(self) -> tuple[int, int]:
+        """Bytes written so far, and how many of them the client's machine has not taken yet."""
+        transport = self._request.transport
+        sock = None if transport is None else transport.get_extra_info("socket")
+        if sock is None:
+            return 0, 0
+        try:
+            # our own buffer is not all: the kernel holds megabytes before it says that it is full
+            kernel = int(struct.unpack("i", fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, b"\0" * 4))[0])
+        except OSError:
+            kernel = 0
+        return self._request.writer.output_size, self.pending_bytes() + kernel
 
     def pending_bytes(self) -> int:
         """Bytes written but not yet taken by the client's socket."""

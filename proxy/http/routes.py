@@ -4,7 +4,7 @@ from typing import Final
 
 from aiohttp import hdrs, web
 
-from proxy.errors import ErrorCode, ProxyError
+from proxy.errors import SOURCE, ErrorCode, ProxyError
 from proxy.headers import request_id
 from proxy.http import body
 from proxy.http.accounts import Accounts
@@ -75,6 +75,7 @@ class _Expect:
             given = request_id(request.headers.get("x-request-id"))
             response = error_response(refused, dialect_of(request.path), given.shown)
             response.headers["x-request-id"] = given.shown
+            response.headers["Server"] = SOURCE
             response.force_close()
             return response
         if request.version >= (1, 1):

@@ -11,9 +11,10 @@ from aiohttp.web_protocol import RequestHandler
 
 from proxy import logs
 from proxy.errors import SOURCE, ErrorCode, ProxyError
-from proxy.headers import mint
+from proxy.headers import mint, request_id
+from proxy.http.endpoints import dialect_of
 from proxy.http.hardening import MAX_FIELDS
-from proxy.http.render import error_response, internal_error
+from proxy.http.render import error_response, from_http_exception, internal_error
 from proxy.settings import Settings
 from proxy.types import Dialect
 
@@ -84,4 +85,18 @@ class ProxyRunner(web.AppRunner):
 
     async def _make_server(self) -> web.Server:
         plain = await super()._make_server()
-        return _JsonServer(plain.request_handler, request_factory=plain.request_factory, **self._kwargs)
+
+        async def handle(request: web.BaseRequest) -> web.StreamResponse:
+            try:
+                return await plain.request_handler(request)
+            except web.HTTPException as error:
+                # refused before the middleware: an Expect that a path without a body does not know
+                given = request_id(request.headers.get("x-request-id"))
+                told = from_http_exception(error, request.path[:200])
+                response = error_response(told, dialect_of(request.path), given.shown)
+                response.headers["x-request-id"] = given.shown
+                response.headers["Server"] = SOURCE
+                response.force_close()
+                return response
+
+        return _JsonServer(handle, request_factory=plain.request_factory, **self._kwargs)

@@ -110,6 +110,48 @@ async def test_a_cancelled_caller_does_not_end_the_load(fleets, engine_binary, m
     assert seen.states("mid") == ["starting", "loading", "ready"]
 
 
+async def test_an_engine_that_closed_its_port_is_lost(fleets, engine_binary, mid_model):
+    """SIGTERM from outside mid-request: the port closes, the process waits for its clients, nothing would ever come."""
+    fleet, seen = fleets({"mid": {"path": mid_model}}, engine_binary)
+    for _ in range(8):
+        await fleet.load("mid")
+        key, status = fleet.key("mid"), fleet.status("mid")
+        assert key is not None and status.pid is not None and status.port is not None
+        exchange = await fleet.upstream(key).open(completion(4000))
+        pump = asyncio.create_task(exchange.attach(Collect()))
+        os.kill(status.pid, signal.SIGTERM)
+        ended, _ = await asyncio.wait({pump}, timeout=0.5)
+        if not ended and await _refuses(status.port):
+            break
+        # it may also end well, or hang with its port open when its signal handler meets the lock it wants
+        exchange.close()
+        await asyncio.wait({pump})
+        pump.exception()
+        await fleet.unload("mid", force=True)
+    with pytest.raises(UpstreamDied, match="closed its port"):
+        await asyncio.wait_for(pump, 15)
+    exchange.close()
+    down, error = seen.of("down")[-1]
+    assert down == key and error.code is ErrorCode.UPSTREAM_ERROR
+    assert ("mid", "ready", "failed", "crash") in seen.of("state")
+    await eventually(lambda: not alive(status.pid))
+    await fleet.load("mid")
+    assert fleet.status("mid").pid != status.pid
+
+
+async def _refuses(port: int, within_s: float = 2.0) -> bool:
+    """Whether nobody listens at a port within a time."""
+    until = time.monotonic() + within_s
+    while time.monotonic() < until:
+        try:
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+        except ConnectionRefusedError:
+            return True
+        writer.transport.abort()
+        await asyncio.sleep(0.05)
+    return False
+
+
 async def test_a_killed_engine_is_reported_at_once_and_reloads(fleets, engine_binary, mid_model):
     """SIGKILL mid-stream: the exchange ends with `UpstreamDied`, `on_down` says why, the next load is a new generation."""
     fleet, seen = fleets({"mid": {"path": mid_model}}, engine_binary)

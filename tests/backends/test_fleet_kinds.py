@@ -209,11 +209,12 @@ def test_what_is_not_supported_is_said_before_anything_starts(tmp_path):
     for model, message in (
         ({"dns": "llama.svc:8080"}, r"models\.m\.dns: backends by name are not supported yet"),
         ({"path": "x", "on_proxy_exit": "keep"}, r"models\.m\.on_proxy_exit: keep is not supported yet"),
-        ({"url": "llama:8080"}, r"models\.m\.url: expected http://"),
         ({"path": "x", "args": ["--port", "1"]}, r"models\.m\.args: --port may not be set here"),
     ):
         with pytest.raises(ConfigError, match=message):
             make_fleet({"m": model})
+    with pytest.raises(ValueError, match=r"models\.m\.url\n.*expected http://"):
+        make_fleet({"m": {"url": "llama:8080"}})
 
 
 async def test_an_unknown_model(fleets):

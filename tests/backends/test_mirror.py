@@ -66,6 +66,14 @@ async def test_a_busy_stock_engine_is_left_the_second_in_which_it_notices_lost_c
     assert seen[-1].key == KEY and seen[-1].asked_at <= seen[-1].taken_at
 
 
+async def test_a_request_on_its_way_is_watched_before_it_is_on_a_slot(made):
+    """An idle answer right after a grant is no reason to look away."""
+    engine = Engine(SlotsReport((SlotView(0, False),), native=True, phase=EnginePhase.IDLE, seq=1))
+    made(engine, working=lambda: 1)
+    await eventually(lambda: len(engine.asked) >= 6, 5)
+    assert min(engine.gaps()) < 0.5
+
+
 async def test_an_idle_engine_is_polled_slowly(made):
     engine = Engine(IDLE)
     made(engine)

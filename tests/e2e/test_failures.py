@@ -183,6 +183,44 @@ def test_sigterm_drains_or_cuts_by_its_deadline(
     until("no process is left", lambda: not any(p.is_running() and p.status() != "zombie" for p in family), 3)
 
 
+def test_a_second_sigterm_does_not_wait_for_a_stubborn_engine(
+    start: Callable[..., Proxy], zoo: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """An engine that ignores TERM has a grace; whoever asks again gets a kill, and still an orderly end."""
+    script = tmp_path / "stubborn.sh"
+    script.write_text(
+        "trap '' TERM\n"
+        f'"$1" -m {zoo("llama")} --host 127.0.0.1 --port "$2" -t 1 -np 2 -c 2048 &\n'
+        "while true; do sleep 60; done\n"
+    )
+    proxy = start({
+        "server": {"shutdown_drain_s": 30},
+        "models": {"m": {"cmd": f"sh {script} ${{ENGINE}} ${{PORT}}", "stop": {"grace_s": 28}}},
+    })  # fmt: skip
+    assert proxy.post("/v1/completions", {"model": "m", "prompt": "a", "max_tokens": 2})[0] == 200
+    family = proxy.children()
+    assert proxy.process is not None
+    proxy.process.send_signal(signal.SIGTERM)
+    until("the engine is being stopped", lambda: '"stopping"' in proxy.tail(), 10)
+    proxy.process.send_signal(signal.SIGTERM)
+    assert proxy.process.wait(10) == 0
+    assert '"stopped"' in proxy.tail(2)
+    until("no process is left", lambda: not any(_alive(p) for p in family), 3)
+
+
+def test_a_closed_terminal_drains(slow: Proxy) -> None:
+    """SIGHUP is a request to stop like SIGTERM: streams end with words, not with a torn socket."""
+    stream = RawStream(
+        slow.url, "/v1/completions", {"model": "m", "prompt": "a", **LONG, "max_tokens": 200}, timeout_s=20
+    )
+    assert stream.head() == 200
+    assert stream.event()
+    assert slow.process is not None
+    slow.process.send_signal(signal.SIGHUP)
+    assert stream.rest()[-1] == b"data: [DONE]"
+    assert slow.process.wait(10) == 0
+
+
 @pytest.mark.parametrize("moment", ["loading", "prefill"])
 def test_sigterm_does_not_wait_for_what_cannot_answer_in_time(
     start: Callable[..., Proxy], demo_model: Path, moment: str

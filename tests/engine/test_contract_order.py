@@ -12,6 +12,7 @@ import pytest
 
 from tests.engine.conftest import EngineFactory
 from tests.engine.enginekit.check import barrier_holds
+from tests.engine.enginekit.models import extra_model
 from tests.engine.enginekit.phase import Story
 from tests.engine.enginekit.prompts import words
 from tests.engine.enginekit.server import Server
@@ -36,6 +37,15 @@ def test_contract_every_prompt_ends_before_any_token(
 ) -> None:
     """One stream of unequal prompts: the last final progress precedes the first token."""
     assert _array(engine(policy=policy, args=("-b", "64")), counts)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_contract_a_trained_model_holds_the_barrier(engine: EngineFactory, policy: str) -> None:
+    """The same on a real (tiny) model."""
+    model = extra_model("stories260K.gguf")
+    if model is None:
+        pytest.skip("no stories260K.gguf: put it into the folder LLAMA_PROXY_TEST_MODELS names")
+    assert _array(engine(model, policy, ("-b", "64")), (20, 100, 180))
 
 
 def test_contract_can_fail(stock: EngineFactory) -> None:

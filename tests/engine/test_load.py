@@ -11,6 +11,7 @@ from tests.engine.enginekit.models import extra_model, zoo
 from tests.engine.enginekit.phase import NO_SLOT
 from tests.engine.enginekit.replay import Replay
 from tests.engine.enginekit.server import Server
+from tests.engine.enginekit.waiting import eventually
 
 ALL_POLICIES = ("mixed", "drain", "yield")
 DECODES = ("decode_prompt_batches_total", "decode_generate_batches_total")
@@ -99,14 +100,14 @@ def test_a_replayed_storm(engine: EngineFactory, policy: str) -> None:
     replay, since = Replay(slots=4), 0
     for seed in range(12):
         _assert_all_ended(run_load(server, 500 + seed, 12, adapters=2), 12)
+        server.wait_idle()
+        eventually(lambda: server.phase()["engine"] == "idle", "idle")
         events = server.events(since)
         replay.run(events)
         since = events[-1].seq
-    server.wait_idle()
-    replay.run(server.events(since))
-    assert replay.engine == "idle"
-    assert set(replay.members) == {"none"}
-    assert all(e.slot == NO_SLOT for e in server.events() if e.event in ("open", "idle"))
+        assert replay.engine == "idle"
+        assert set(replay.members) == {"none"}
+        assert all(e.slot == NO_SLOT for e in events if e.event in ("open", "idle"))
 
 
 @pytest.mark.parametrize("policy", ["drain", "yield"])
@@ -146,7 +147,7 @@ def test_a_trained_model_under_load(engine: EngineFactory, policy: str) -> None:
     model = extra_model("stories260K.gguf")
     if model is None:
         pytest.skip("no stories260K.gguf: put it into the folder LLAMA_PROXY_TEST_MODELS names")
-    args = ("-b", "64", "--phase-yield-ms", "15", "--embeddings", "--pooling", "none")
+    args = ("-b", "256", "--phase-yield-ms", "15", "--embeddings", "--pooling", "none")
     server = engine(model, policy, args)
     report = run_load(server, 12, 100)
     told = [line for line in report.failures if "exceed" in line.lower()]

@@ -146,6 +146,23 @@ def test_every_request_is_answered_alike(pair: Callable[..., tuple[Server, Serve
                 raise AssertionError(msg) from error
 
 
+@pytest.mark.parametrize("policy", ["drain", "yield"])
+def test_alone_every_request_is_answered_alike(
+    engine: EngineFactory, stock: EngineFactory, policy: str
+) -> None:
+    """An exclusive policy changes nothing for a request that is alone.
+
+    But for what `/slots` remembers of refused ones: they are refused before they touch a slot.
+    """
+    ours, theirs = engine("llama", policy, EXACT), stock("llama", EXACT)
+    for name in (name for name in REQUESTS if name != "slots"):
+        try:
+            _same(_ask(ours, name), _ask(theirs, name))
+        except AssertionError as error:
+            msg = f"{name}: {error}"
+            raise AssertionError(msg) from error
+
+
 def test_only_the_listed_keys_are_added(pair: Callable[..., tuple[Server, Server]]) -> None:
     """And they are really there."""
     ours, theirs = pair()

@@ -10,13 +10,15 @@ import pytest
 from tests.engine.conftest import EngineFactory, OracleFactory
 from tests.engine.enginekit.check import assert_equal_tokens
 from tests.engine.enginekit.http import Exchange
+from tests.engine.enginekit.oracle import Reference
 from tests.engine.enginekit.phase import Story
 from tests.engine.enginekit.prompts import words
-from tests.engine.enginekit.server import EXACT, greedy
+from tests.engine.enginekit.server import EXACT, Server, greedy
 from tests.engine.enginekit.waiting import eventually
 
 SLOW = "llama-mid"
 POOL = 1024
+UNIFIED = ("-fa", "off", "-ctk", "f32", "-ctv", "f32", "--kv-unified", "--no-cache-idle-slots")
 
 
 def test_drain_is_the_default(engine: EngineFactory) -> None:
@@ -137,24 +139,32 @@ def test_yield_bounds_every_wait(engine: EngineFactory) -> None:
     assert checked >= 4, "hardly anybody had to wait"
 
 
+def _start_streams(server: Server, references: list[Reference], **more: Any) -> list[Exchange]:
+    """Start one cohort of streams and return when it generates."""
+    streams = [
+        server.start({**ref.body, "stream": True, "return_progress": True, **more}, tag=f"old{i}")
+        for i, ref in enumerate(references)
+    ]
+    for stream in streams:
+        stream.wait_token()
+    return streams
+
+
 @pytest.mark.parametrize("policy", ["drain", "yield"])
 def test_the_pool_is_kept_for_running_answers(
     engine: EngineFactory, oracle: OracleFactory, policy: str
 ) -> None:
-    """Pool of 1,024, two running streams of 300 tokens, a late prompt of 700: all are right."""
-    unified = ("-fa", "off", "-ctk", "f32", "-ctv", "f32", "--kv-unified")
+    """Pool of 1,024, two streams that hold 300 tokens, a late prompt of 700: all are right."""
     model = oracle(SLOW)
-    running = model.steady((words(20, seed) for seed in range(60)), 2, 300)
+    running = model.steady((words(20, seed) for seed in range(60)), 2, 400)
     late = model.steady((words(440, seed) for seed in range(60, 90)), 1, 20)[0]
-    args = (*unified, "--phase-yield-ms", "50", "--phase-admit-ms", "100")
+    args = (*UNIFIED, "--phase-yield-ms", "50", "--phase-admit-ms", "100")
     server = engine(SLOW, policy, args, context=POOL)
     prompt_tokens = len(server.post("/tokenize", {"content": late.body["prompt"]}).ok()["tokens"])
     assert 650 <= prompt_tokens <= 750, prompt_tokens
-    streams = [
-        server.start({**reference.body, "stream": True, "return_progress": True}, tag=f"old{i}")
-        for i, reference in enumerate(running)
-    ]
-    streams[0].wait_token()
+    streams = _start_streams(server, running)
+    for stream in streams:
+        eventually(partial(_has_tokens, stream, 260), "260 tokens", timeout_s=60)
     newcomer = server.start({**late.body, "stream": True, "return_progress": True}, tag="late")
     for stream, reference in zip(streams, running, strict=True):
         assert_equal_tokens(stream.ok().token_ids, reference.tokens, "a running answer")
@@ -166,34 +176,29 @@ def _has_tokens(stream: Exchange, count: int) -> bool:
     return len(stream.token_ids) >= count
 
 
-def test_a_prompt_that_outgrows_the_pool_queues_again(engine: EngineFactory, oracle: OracleFactory) -> None:
-    """Endless answers (no length known) are paused; the pool fails; the late one waits, unharmed."""
-    unified = ("-fa", "off", "-ctk", "f32", "-ctv", "f32", "--kv-unified", "--no-cache-idle-slots")
+def test_when_the_pool_overflows_the_newest_gives_way(engine: EngineFactory, oracle: OracleFactory) -> None:
+    """Nobody said how long the answers get: the yielded cohort fails, the older streams go on."""
     model = oracle(SLOW)
     running = model.steady((words(20, seed) for seed in range(60)), 2, 300)
-    late = model.steady((words(330, seed) for seed in range(60, 90)), 1, 10)[0]
-    server = engine(SLOW, "yield", (*unified, "--phase-yield-ms", "30"), context=POOL)
-    streams = []
-    for number, reference in enumerate(running):
-        body = {**reference.body, "n_predict": -1, "stream": True, "return_progress": True}
-        streams.append(server.start(body, tag=f"old{number}"))
-    streams[1].wait_token()
-    newcomer = server.start({**late.body, "stream": True, "return_progress": True}, tag="late")
+    server = engine(SLOW, "yield", (*UNIFIED, "--phase-yield-ms", "30"), context=POOL)
+    streams = _start_streams(server, running, n_predict=-1)
+    late = server.stream(words(330, 1), -1, tag="late")
+    late.wait_token()
     for stream, reference in zip(streams, running, strict=True):
         eventually(partial(_has_tokens, stream, 300), "300 tokens", timeout_s=60)
         assert_equal_tokens(stream.token_ids[:300], reference.tokens, "a running answer")
-        stream.close()
-    assert_equal_tokens(newcomer.ok().token_ids, late.tokens, "the late answer")
-    for stream in streams:
-        assert stream.error is None or stream.cut
+    late.finish()
+    assert "Context size has been exceeded" in str(late.error), late.describe()
+    story = Story(server.events())
+    assert story.all("pause", "old0")
+    assert story.cohort("late") > story.cohort("old1")
 
 
 def test_a_late_arrival_cannot_kill_a_running_cohort(engine: EngineFactory, oracle: OracleFactory) -> None:
     """A queued slot's cached prefix is given up when the running answers need its room."""
-    unified = ("-fa", "off", "-ctk", "f32", "-ctv", "f32", "--kv-unified", "--no-cache-idle-slots")
     wanted = oracle(SLOW).steady((words(20, seed) for seed in range(60)), 1, 700)[0]
     talk = words(250, 1)
-    server = engine(SLOW, "drain", (*unified, "-b", "128"), context=POOL)
+    server = engine(SLOW, "drain", (*UNIFIED, "-b", "128"), context=POOL)
     server.complete(talk, 4, cache_prompt=True, id_slot=3)
     running = server.start(
         {**wanted.body, "stream": True, "return_progress": True, "id_slot": 0}, tag="running"

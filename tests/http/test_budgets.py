@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from proxy.errors import ErrorCode, ProxyError
-from proxy.http.budgets import STEP_CAP_S, SWEEP_S, Meter, Seen, Sweeper, expired
+from proxy.http.budgets import STEP_CAP_S, SWEEP_S, Meter, Seen, Stall, Sweeper, expired
 from proxy.http.cut import Cut
 from proxy.settings import Budgets
 from proxy.types import TicketState
@@ -86,6 +86,26 @@ def test_inter_token_counts_the_engines_silence_only(excuse):
     assert code is None
     code, seen = run(meter, replace(seen, state=TicketState.GENERATING, blocked=False), 2)
     assert code is ErrorCode.INTER_TOKEN_TIMEOUT
+
+
+def test_a_stall_is_a_client_that_takes_nothing():
+    stall, now = Stall(5, 0.0), 0.0
+
+    def over(sent, unread, steps):
+        nonlocal now
+        for _ in range(steps):
+            now += SWEEP_S
+            if stall.step(now, sent, unread):
+                return True
+        return False
+
+    assert not over(1000, 0, 100)
+    assert not over(2000, 900, 16)  # took 100
+    assert not over(3000, 1800, 16)  # took 100 more, though more waits for it
+    assert not over(4000, 2800, 3)  # took nothing
+    assert over(4000, 2800, 3)
+    off = Stall(None, 0.0)
+    assert not any(off.step(SWEEP_S * n, 1000, 1000) for n in range(10_000))
 
 
 def test_each_token_starts_the_silence_anew():

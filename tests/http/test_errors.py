@@ -32,6 +32,8 @@ async def test_unknown_model_path_and_method():
         answer, value = await refused(h, "POST", CHAT, json=chat(model="nope"))
         assert answer.status == 404
         assert openai(value, "model_not_found")["param"] == "model"
+        answer, value = await refused(h, "POST", CHAT, json=chat(model="nope" * 100_000))
+        assert len(openai(value, "model_not_found")["message"]) < 500
         answer, value = await refused(h, "GET", "/v2/nothing")
         assert answer.status == 404
         openai(value, "not_found")
@@ -145,6 +147,17 @@ async def test_a_large_body_is_parsed_and_forwarded_unchanged():
         ) as answer:
             assert answer.status == 200
         assert h.engine.requests[0].body == data
+
+
+async def test_a_body_of_millions_of_arrays_is_not_parsed():
+    """The parser would hold up every stream for seconds."""
+    async with house() as h:
+        kind = {"Content-Type": "application/json"}
+        bomb = b'{"model":"demo","messages":[],"x":[' + b"[]," * 5_000_000 + b"[]]}"
+        answer, value = await refused(h, "POST", CHAT, data=io.BytesIO(bomb), headers=kind)
+        assert answer.status == 400
+        assert "arrays and objects" in openai(value, "invalid_request")["message"]
+        assert h.engine.requests == []
 
 
 async def test_a_body_that_does_not_come_is_a_408():

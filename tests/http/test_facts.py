@@ -40,6 +40,12 @@ def test_id_slot_alone_is_taken_out():
         (b"", ErrorCode.INVALID_JSON, None, "empty"),
         (b'{"a":1,}', ErrorCode.INVALID_JSON, None, "line 1, column 7"),
         (b'{"a":\n nope}', ErrorCode.INVALID_JSON, None, "line 2"),
+        (
+            b'{"id_slot":1,"a":' + b"[" * 600 + b"]" * 600 + b"}",
+            ErrorCode.INVALID_JSON,
+            "id_slot",
+            "leave it out",
+        ),
         (b"[1]", ErrorCode.INVALID_REQUEST, None, "an array"),
         (b"null", ErrorCode.INVALID_REQUEST, None, "null"),
         (b'{"model":5}', ErrorCode.INVALID_REQUEST, "model", "a number"),

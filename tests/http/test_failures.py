@@ -282,6 +282,34 @@ async def test_a_client_that_does_not_read_does_not_use_up_the_token_budget():
         await until(lambda: h.live() == 0)
 
 
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_client_that_never_reads_does_not_hold_its_slot_for_ever(stream):
+    much = {"tokens": 30_000, "pad": 2000} if stream else {"pad": 20_000_000}
+    async with house(settings(server={"stall_timeout_s": 1}), slots=1) as h:
+        async with Client(h, chat(stream, **much)) as client:
+            client.writer.transport.pause_reading()
+            seen = await h.engine.seen(1)
+            async with aiohttp.ClientSession(h.base) as other:
+                async with other.post(
+                    CHAT, json=chat(False, tokens=1), timeout=aiohttp.ClientTimeout(10)
+                ) as answer:
+                    assert answer.status == 200
+            assert seen.gone.is_set()
+        await until(lambda: h.sample("client_disconnects_total", model="demo", state="generating") == 1)
+
+
+async def test_a_slow_reader_is_not_a_stalled_one():
+    async with house(settings(server={"stall_timeout_s": 1})) as h:
+        async with Client(h, chat(True, tokens=3000, pad=2000)) as client:
+            began, last = asyncio.get_running_loop().time(), b""
+            while b"[DONE]" not in last:
+                part = await client.reader.read(300_000)
+                assert part
+                last = (last + part)[-200:]
+                await asyncio.sleep(0.05)
+            assert asyncio.get_running_loop().time() - began > 1.0
+
+
 async def test_a_failed_stream_to_a_client_that_does_not_read_ends_in_bounded_time():
     async with house() as h:
         async with Client(h, chat(True, tokens=20_000, pad=2000)) as client:

@@ -50,6 +50,10 @@ REFUSED = {
     "fragment": b"GET /v1/models#x HTTP/1.1\r\nHost: localhost\r\n\r\n",
     "blank in a name": POST + b"X A: b\r\n" + LENGTH + b"\r\n" + BODY,
     "bad chunk size": POST + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n" + BODY,
+    "HTTP/0.9": b"GET /v1/models\r\n\r\n",
+    "Expect on a read": b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nExpect: more\r\n\r\n",
+    "Expect on no path": b"GET /nothing HTTP/1.1\r\nHost: localhost\r\nExpect: more\r\n\r\n",
+    "Expect on a post": POST + LENGTH + b"Expect: more\r\n\r\n" + BODY,
     "unknown method": b"BREW /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n",
 }
 
@@ -76,6 +80,7 @@ def only_answer(out: bytes) -> tuple[int, dict]:
     assert b"traceback" not in out.lower()
     assert b"application/json" in head
     assert b"x-request-id" in head.lower()
+    assert b"aiohttp" not in head
     return int(head.split()[1]), value
 
 
