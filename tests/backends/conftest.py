@@ -39,9 +39,9 @@ def engine_binary() -> Path:
 
 
 @pytest.fixture(scope="session")
-def mid_model() -> Path:
+def mid_model(zoo: Callable[[str], Path]) -> Path:
     """The zoo's mid-sized model: a few ms per token."""
-    return _file("LLAMA_PROXY_ZOO") / "llama-mid.gguf"
+    return zoo("llama-mid")
 
 
 async def eventually(what: Callable[[], Any], timeout_s: float = 20.0, every_s: float = 0.01) -> Any:

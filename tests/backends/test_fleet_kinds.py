@@ -213,6 +213,8 @@ def test_what_is_not_supported_is_said_before_anything_starts(tmp_path):
     ):
         with pytest.raises(ConfigError, match=message):
             make_fleet({"m": model})
+    with pytest.raises(ValueError, match=r"models\.m\.url\n.*expected http://"):
+        make_fleet({"m": {"url": "llama:8080"}})
 
 
 async def test_an_unknown_model(fleets):
