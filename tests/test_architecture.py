@@ -15,6 +15,7 @@ PACKAGE = ROOT / "proxy"
 
 LEAVES = {
     *("types", "errors", "settings", "metrics", "logs", "clock", "headers", "sse", "timeline", "catalog"),
+    "config",
     "upstream",
 }
 SUBJECTS = {"admission", "backends", "engine"}
@@ -28,9 +29,9 @@ LAYER_OF = {
 }
 
 THIRD_PARTY_ROOMS = {
-    "pydantic": {"settings", "http.body"},
-    "pydantic_settings": {"settings"},
-    "yaml": {"settings", "cli"},
+    "pydantic": {"settings", "config", "http.body"},
+    "pydantic_settings": {"settings", "config"},
+    "yaml": {"config"},
     "prometheus_client": {"metrics"},
     "psutil": {"backends"},
     "aiohttp": {"http", "app", "backends.client"},

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from proxy import __version__
 from proxy.cli.config import config_path
 from proxy.cli.main import cli
-from proxy.settings import load
+from proxy.config import load
 
 
 @pytest.fixture

@@ -9,7 +9,8 @@ import jsonschema
 import pytest
 import yaml
 
-from proxy.settings import ENGINE_MAX_BODY_BYTES, ConfigError, Settings, json_schema, load
+from proxy.config import load
+from proxy.settings import ENGINE_MAX_BODY_BYTES, ConfigError, Settings, json_schema
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = ROOT / "config.example.yaml"

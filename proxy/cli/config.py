@@ -7,7 +7,8 @@ from pathlib import Path
 
 import click
 
-from proxy.settings import ConfigError, Settings, json_schema, load
+from proxy.config import load
+from proxy.settings import ConfigError, Settings, json_schema
 
 DEFAULT_NAME = "llama-proxy.yaml"
 
