@@ -187,7 +187,9 @@ class _Observer:
         """State metrics and the log line are the fleet's own; nothing to add."""
 
     def on_ready(self, key: BackendKey, info: EngineInfo) -> None:
-        self._proxy.metrics.build_info.clear()
+        # one series per build that served; the one without an engine goes with the first
+        with contextlib.suppress(KeyError):
+            self._proxy.metrics.build_info.remove(__version__, "", "")
         self._proxy.metrics.build_info.labels(__version__, info.build, info.series).set(1)
         self._proxy.admission.backend_ready(key, info)
 

@@ -37,6 +37,7 @@ def move(entry: Entry, state: TicketState, reason: Reason | None, now: float) ->
     if state is entry.state and reason is entry.reason:
         return []
     seconds = now - entry.since
+    entry.lived[entry.state] = entry.lived.get(entry.state, 0.0) + seconds
     effects: list[Effect] = []
     budget = entry.budget
     if budget is not None:

@@ -65,8 +65,8 @@ _BUDGET_OF_REASON: dict[Reason, Budget] = {
 class Entry:
     """One live ticket.
 
-    `number` is its arrival rank. `since` is when (state, reason) last changed; `held` and `spent`
-    hold the seconds of what came before, by reason and by budget; `due` remembers the deadline that
+    `number` is its arrival rank. `since` is when (state, reason) last changed; `lived`, `held` and
+    `spent` hold the seconds of what came before, by state, reason and budget; `due` remembers the deadline that
     follows from them while `due_known`. `wide_since` is when a wide ticket first stood at the head.
     `ended` is set when it was ended from elsewhere, `outcome` once it is settled (a cancelling ticket
     has one already).
@@ -84,6 +84,7 @@ class Entry:
     tokens: int = 0
     cohort: int | None = None
     wide_since: float | None = None
+    lived: dict[TicketState, float] = field(default_factory=dict)
     held: dict[Reason, float] = field(default_factory=dict)
     spent: dict[Budget, float] = field(default_factory=dict)
     due: float | None = None

@@ -66,6 +66,13 @@ class Ticket:
         return self.entry.queued_s(self._desk.now())
 
     @property
+    def lived_s(self) -> dict[TicketState, float]:
+        """Seconds spent in each state so far, in the order they were entered; engine states as mirrored."""
+        lived = dict(self.entry.lived)
+        now = lived.get(self.state, 0.0) + self._desk.now() - self.entry.since
+        return {**lived, self.state: now}
+
+    @property
     def cohort(self) -> int | None:
         """The engine cohort it was last seen in."""
         return self.entry.cohort

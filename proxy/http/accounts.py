@@ -142,6 +142,8 @@ def _line(call: Call, now: float) -> dict[str, Any]:
         line.update(backend=call.backend, generation=call.generation, cohort=call.cohort)
     if call.reason:
         line["reason"] = call.reason
+    if call.lived_s:
+        line["states_ms"] = {state.value: _ms(seconds) for state, seconds in call.lived_s.items()}
     if call.submitted:
         line["queue_ms"] = _ms((call.granted or now) - call.submitted)
     if call.opened:

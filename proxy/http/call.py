@@ -4,13 +4,14 @@ Mutable and owned by the request's own task; everybody else reads. Times are mon
 until they happened.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from aiohttp import web
 
 from proxy.headers import RequestId
 from proxy.sse import Usage
-from proxy.types import Dialect, Outcome
+from proxy.types import Dialect, Outcome, TicketState
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,7 @@ class Call:
     generation: int = 0
     cohort: int | None = None
     reason: str = ""
+    lived_s: Mapping[TicketState, float] = field(default_factory=dict)
     chunks: int = 0
     max_gap: float = 0.0
     usage: Usage | None = None

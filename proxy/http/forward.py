@@ -120,6 +120,7 @@ class Flight:
                 self._comment.cancel()
             call.outcome, call.code = outcome, code
             call.reason = str(ticket.reason or "")
+            call.lived_s = ticket.lived_s
             call.cohort = call.cohort if ticket.cohort is None else ticket.cohort
             ticket.release(outcome, code, upstream_open=self._opening and not self._complete)
         return self._answer()

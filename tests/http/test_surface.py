@@ -163,6 +163,9 @@ async def test_one_line_per_request_without_words_or_keys():
         )
         assert (line["prompt_tokens"], line["cached_tokens"], line["generated_tokens"]) == (10, 3, 5)
         assert line["queue_ms"] >= 0
+        assert list(line["states_ms"])[:2] == ["queued", "granted"]
+        assert all(spent >= 0 for spent in line["states_ms"].values())
+        assert sum(line["states_ms"].values()) <= line["duration_ms"] + 1
         text = json.dumps(lines, default=str)
         assert "private words" not in text
         assert "very-secret" not in text
