@@ -25,6 +25,7 @@ help: ## show this list
 	@echo "  make serve MODEL=file.gguf      your own model"
 	@echo "  make serve ENGINE=llama-server  a stock engine, without phases"
 	@echo "  make serve CUDA=1               a CUDA build of the engine"
+	@echo "  also: CONFIG=file.yaml ALIAS=name HOST=address PORT=number"
 
 $(BIN)/pip:
 	@command -v $(PYTHON) >/dev/null || { echo "Python 3.11 or newer is needed: apt-get install python3 python3-venv" >&2; exit 1; }

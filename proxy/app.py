@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 import signal
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from proxy.http.routes import make_http
 from proxy.http.server import ProxyRunner
 from proxy.metrics import Metrics
 from proxy.settings import Model, Settings
-from proxy.types import BackendKey, Cause, EngineInfo, ModelState, Snapshot, TicketState
+from proxy.types import BackendKey, Cause, EngineInfo, ModelState, PhasePolicy, Snapshot, TicketState
 
 STOP_MARGIN_S: Final = 3.0
 """After the drain deadline: time for error events to reach their clients before sockets close."""
@@ -56,15 +57,19 @@ class Engines:
         return self._default
 
     async def _named(self, text: str, field: str) -> EngineBinary:
-        path = Path(text).expanduser()
-        server = next(
-            (p for p in (path, path / "llama-server", path / "bin" / "llama-server") if p.is_file()), None
-        )
+        server = server_at(text)
         if server is None:
-            raise ProxyError(ErrorCode.MODEL_LOAD_FAILED, f"{field}: there is no llama-server at {path}")
+            raise ProxyError(ErrorCode.MODEL_LOAD_FAILED, f"{field}: there is no llama-server at {text}")
         if server not in self._known:
             self._known[server] = await inspect_engine(server)
         return self._known[server]
+
+
+def server_at(text: str) -> Path | None:
+    """Return the llama-server that a file or folder name stands for, None where there is none."""
+    path = Path(text).expanduser()
+    places = (path, path / "llama-server", path / "bin" / "llama-server")
+    return next((place for place in places if place.is_file() and os.access(place, os.X_OK)), None)
 
 
 async def inspect_engine(server: Path) -> EngineBinary:
@@ -191,6 +196,12 @@ class _Observer:
         with contextlib.suppress(KeyError):
             self._proxy.metrics.build_info.remove(__version__, "", "")
         self._proxy.metrics.build_info.labels(__version__, info.build, info.series).set(1)
+        if info.policy is PhasePolicy.UNKNOWN:
+            _log.warning(
+                "engine without phases",
+                model=key.model,
+                hint="this llama-server lacks the patch: prompts and answers share batches, phases are unknown",
+            )
         self._proxy.admission.backend_ready(key, info)
 
     def on_down(self, key: BackendKey, error: ProxyError) -> None:
@@ -310,7 +321,7 @@ async def serve(settings: Settings, engines: Engines, told: Callable[[Listening]
     with _signals(stop, cut):
         async with _listening(settings, engines, cut) as (proxy, site, where):
             told(where)
-            _log.info("listening", url=where.url, models=list(settings.models), version=__version__)
+            _log.info("listening", url=where.url, models=_listed(settings), version=__version__)
             await stop.wait()
             await _wind_down(proxy, site, cut)
         _log.info("stopped")
@@ -393,6 +404,11 @@ def _signals(stop: asyncio.Event, cut: asyncio.Event) -> Iterator[None]:
             loop.remove_signal_handler(number)
 
 
+def _listed(settings: Settings) -> list[str]:
+    """Return the models' names, each with its description where it has one."""
+    return [f"{name} ({m.description})" if m.description else name for name, m in settings.models.items()]
+
+
 def with_overrides(settings: Settings, *, host: str | None, port: int | None, engine: str | None) -> Settings:
     """Return settings with the command line's own words put over the file's."""
     server = settings.server.model_copy(
@@ -404,4 +420,13 @@ def with_overrides(settings: Settings, *, host: str | None, port: int | None, en
     return settings.model_copy(update=update)
 
 
-__all__ = ["EngineBinary", "Engines", "Listening", "Proxy", "inspect_engine", "serve", "with_overrides"]
+__all__ = [
+    "EngineBinary",
+    "Engines",
+    "Listening",
+    "Proxy",
+    "inspect_engine",
+    "serve",
+    "server_at",
+    "with_overrides",
+]

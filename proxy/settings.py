@@ -41,6 +41,11 @@ def _zero_is_off(value: Any) -> Any:
     return None if value in (0, "0") and not isinstance(value, bool) else value
 
 
+def _as_text(value: Any) -> Any:
+    """`[-np, 4]` is what people write: a number among arguments is its text."""
+    return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
+
+
 def _expand(value: Path) -> Path:
     return Path(os.path.expandvars(str(value))).expanduser()
 
@@ -77,6 +82,7 @@ def _url(value: str) -> str:
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 OptionalSeconds = Annotated[Seconds | None, BeforeValidator(_zero_is_off)]
 OptionalCount = Annotated[Annotated[int, Field(ge=0)] | None, BeforeValidator(_zero_is_off)]
+Argument = Annotated[str, BeforeValidator(_as_text)]
 UserPath = Annotated[Path, AfterValidator(_expand)]
 ModelId = Annotated[str, AfterValidator(model_id)]
 Key = Annotated[SecretStr, AfterValidator(_secret_text)]
@@ -177,7 +183,7 @@ class Engine(Frozen):
     phase_policy: Policy = "drain"
     phase_yield_ms: Annotated[int, Field(ge=0, le=3_600_000)] = 2000
     phase_admit_ms: Annotated[int, Field(ge=0, le=60_000)] = 0
-    args: tuple[str, ...] = ()
+    args: tuple[Argument, ...] = ()
     env: Mapping[str, str] = Field(default_factory=dict)
 
 
@@ -223,7 +229,7 @@ class Model(Frozen):
     url: Url | None = None
     dns: str | None = None
     cwd: UserPath | None = None
-    args: tuple[str, ...] = ()
+    args: tuple[Argument, ...] = ()
     env: Mapping[str, str] = Field(default_factory=dict)
     aliases: tuple[ModelId, ...] = ()
     description: str = ""

@@ -72,6 +72,22 @@ def test_config_check_speaks_to_people_and_scripts(run: CliRunner, tmp_path: Pat
     }  # fmt: skip
 
 
+def test_reserved_arguments_are_refused_before_anything_starts(run: CliRunner, tmp_path: Path) -> None:
+    """What the engine may not be told is found by check and by serve, in one sentence."""
+    file = tmp_path / "c.yaml"
+    file.write_text("engine: {args: [--port, 99]}\nmodels: {a: {path: a.gguf}}")
+    done = run.invoke(cli, ["config", "check", str(file)])
+    assert done.exit_code == 2
+    assert "--port" in done.output
+    served = subprocess.run(
+        [sys.executable, "-m", "proxy", "serve", "--config", str(file)],
+        capture_output=True, text=True, timeout=30, check=False,
+    )  # fmt: skip
+    assert served.returncode == 2
+    assert "--port" in served.stderr
+    assert "Traceback" not in served.stderr
+
+
 def test_schema_is_json(run: CliRunner) -> None:
     """The schema can be piped into an editor."""
     assert json.loads(run.invoke(cli, ["config", "schema"]).output)["title"] == "llama-proxy configuration"
@@ -104,6 +120,8 @@ def test_where_the_configuration_is_looked_for(tmp_path: Path, monkeypatch: pyte
         (["--port", "70000"], "70000"),
         (["--engine", sys.executable, "--model", "/nowhere/m.gguf"], "/nowhere/m.gguf does not exist"),
         (["--engine", sys.executable, "--host", "0.0.0.0"], "insecure_no_keys"),
+        (["--engine", "/etc/passwd"], "no llama-server program at /etc/passwd"),
+        (["--model", "/nowhere/m.gguf"], "/nowhere/m.gguf does not exist"),
     ],
 )
 def test_serve_refuses_what_cannot_work(words: list[str], said: str) -> None:

@@ -171,6 +171,13 @@ def test_zero_and_null_are_off(read: Load, off: str) -> None:
     assert settings.models["a"].budgets.load_timeout_s is None
 
 
+def test_numbers_among_arguments_are_their_text(read: Load) -> None:
+    """`[-np, 4]` is what people write."""
+    settings = read("engine: {args: [-np, 4, --temp, 0.5]}\nmodels: {a: {path: x, args: [-c, 8192]}}")
+    assert settings.engine.args == ("-np", "4", "--temp", "0.5")
+    assert settings.models["a"].args == ("-c", "8192")
+
+
 def test_settings_are_frozen(read: Load) -> None:
     """Nobody changes the configuration of a running proxy by assignment."""
     settings = read("models: {a: {path: x}}")

@@ -61,7 +61,7 @@ def _not_ready(state: State, room: Room, now: float, *, arrived: bool) -> list[E
         if entry.spec.may_load:
             effects += life.hold(entry, reason, now)
         else:
-            text = f"{room.model} is not loaded and this request does not load it; load it first"
+            text = f"{room.model} is not loaded and this request does not load it: a completion or chat request does"
             error = ProxyError(ErrorCode.NO_BACKEND, text, retry_after_s=life.retry_after_s(room, now))
             effects += life.end_waiting(state, entry, error, now)
     if room.queue and (arrived or not room.load_asked):

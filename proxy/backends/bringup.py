@@ -7,6 +7,7 @@ import asyncio
 import os
 import re
 import secrets
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, TypeVar
@@ -24,6 +25,8 @@ from proxy.types import EngineInfo
 
 _T = TypeVar("_T")
 PORT_TRIES: Final = 5
+REACH_S: Final = 10.0
+"""How long a remote engine may be silent before waiting for it is given up (one that says it loads is waited for)."""
 _FIRST_PROBE_S: Final = 0.02
 _SLOWEST_PROBE_S: Final = 0.25
 _PROPS_TIMEOUT_S: Final = 5.0
@@ -95,7 +98,7 @@ async def _reach(recipe: Recipe, url: str, progress: Progress) -> Running:
     client = EngineClient(url, secret.get_secret_value() if secret else "")
     try:
         progress.started(None)
-        await _until_healthy(client)
+        await _until_reached(recipe, url, client)
         progress.stage = Stage.PROBING
         return Running(client, await _props(recipe, client))
     except BaseException:
@@ -188,6 +191,23 @@ async def _port(process: EngineProcess, reservation: Reservation | None) -> int:
         port = own_port(process.pid)
         if port is not None:
             return port
+        await asyncio.sleep(delay)
+        delay = min(delay * 1.5, _SLOWEST_PROBE_S)
+
+
+async def _until_reached(recipe: Recipe, url: str, client: EngineClient) -> None:
+    """Wait for a remote that loads, but not for one that does not answer at all."""
+    down_since = time.monotonic()
+    delay = _FIRST_PROBE_S
+    while (seen := await probes.health(client)) is not probes.Health.OK:
+        if seen is not probes.Health.DOWN:
+            down_since = time.monotonic()
+        elif time.monotonic() - down_since > REACH_S:
+            raise ProxyError(
+                ErrorCode.MODEL_LOAD_FAILED,
+                f"model {recipe.name!r}: nothing answered at {url} for {REACH_S:g} s; "
+                "start that server or correct the url",
+            )
         await asyncio.sleep(delay)
         delay = min(delay * 1.5, _SLOWEST_PROBE_S)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from proxy.backends import check_models
 from proxy.config import load
 from proxy.settings import ConfigError, Settings, json_schema
 
@@ -90,6 +91,7 @@ def check(file: Path | None, as_json: bool) -> None:
     path = config_path(file)
     try:
         settings = load(path)
+        check_models(settings.models, settings.engine)
     except ConfigError as error:
         if as_json:
             click.echo(

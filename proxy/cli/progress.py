@@ -14,7 +14,6 @@ from rich.progress import (
     TaskID,
     TextColumn,
     TimeElapsedColumn,
-    TimeRemainingColumn,
 )
 from rich.progress import Progress as RichProgress
 
@@ -54,6 +53,14 @@ class ConsoleProgress:
         self._listener.note(text)
 
 
+def estimate(done: int, total: int, spent_s: float) -> str:
+    """Say how long the rest may take (", about 3 min left"), or nothing while that would be a guess."""
+    if not total or not 0 < done < total or spent_s < _PLAIN_INTERVAL_S:
+        return ""
+    left = spent_s / done * (total - done)
+    return f", about {left / 60:.0f} min left" if left >= _MINUTES_FROM_S else f", about {left:.0f} s left"
+
+
 class _Bar:
     """One bar, for the work that is going on now."""
 
@@ -62,6 +69,7 @@ class _Bar:
         self._bars: RichProgress | None = None
         self._text = ""
         self._task = TaskID(0)
+        self._started = 0.0
 
     def step(self, done: int, total: int, text: str) -> None:
         if self._bars is None or text != self._text:
@@ -72,15 +80,17 @@ class _Bar:
                 BarColumn(),
                 MofNCompleteColumn(),
                 TimeElapsedColumn(),
-                TextColumn("left"),
-                TimeRemainingColumn(),
+                TextColumn("{task.fields[left]}"),
                 console=self._console,
                 transient=True,
             )
             self._bars.start()
-            self._task = self._bars.add_task(text, total=total or None)
+            self._task = self._bars.add_task(text, total=total or None, left="")
             self._text = text
-        self._bars.update(self._task, completed=done, total=total or None)
+            self._started = time.monotonic()
+        # the average of the whole work: units differ so much that a short window jumps
+        left = estimate(done, total, time.monotonic() - self._started)
+        self._bars.update(self._task, completed=done, total=total or None, left=left.lstrip(", "))
 
     def note(self, text: str) -> None:
         self._console.print(text, markup=False, highlight=False)
@@ -121,16 +131,7 @@ class LineProgress:
             return
         self._printed, self._finished = now, finished
         count = f" {done}/{total}" if total else f" {done}" if done else ""
-        self.note(f"{text}{count}{self._estimate(done, total, now)}")
-
-    def _estimate(self, done: int, total: int, now: float) -> str:
-        spent = now - self._started
-        if not total or not 0 < done < total or spent < self._interval_s:
-            return ""
-        left = spent / done * (total - done)
-        return (
-            f", about {left / 60:.0f} min left" if left >= _MINUTES_FROM_S else f", about {left:.0f} s left"
-        )
+        self.note(f"{text}{count}{estimate(done, total, now - self._started)}")
 
     def note(self, text: str) -> None:
         """Print a line."""

@@ -1,16 +1,19 @@
 """`llama-proxy serve`: make sure there is an engine and a model, then serve."""
 
 import asyncio
+import socket
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import click
 
 from proxy import logs
-from proxy.app import EngineBinary, Engines, Listening, with_overrides
+from proxy.app import EngineBinary, Engines, Listening, server_at, with_overrides
 from proxy.app import serve as serve_app
+from proxy.backends import check_models
 from proxy.cli.config import config_path, load_or_exit
 from proxy.cli.progress import ConsoleProgress
 from proxy.engine import (
@@ -73,12 +76,18 @@ def serve(
         sys.exit(int(ExitCode.INTERRUPTED))
     try:
         _run(settings, Engines(settings, default))
+    except ConfigError as error:
+        click.secho(str(error), fg="red", err=True)
+        sys.exit(2)
     except OSError as error:
-        where = f"{settings.server.host}:{settings.server.port}"
-        click.secho(
-            f"cannot listen on {where}: {error.strerror or error}; choose another --port", fg="red", err=True
-        )
-        sys.exit(1)
+        _cannot_listen(settings, error)
+
+
+def _cannot_listen(settings: Settings, error: OSError) -> NoReturn:
+    where = f"{settings.server.host}:{settings.server.port}"
+    text = f"cannot listen on {where}: {error.strerror or error}; choose another --port"
+    click.secho(text, fg="red", err=True)
+    sys.exit(1)
 
 
 def _engine_path(text: str | None) -> str | None:
@@ -95,23 +104,49 @@ def _prepared(
     settings: Settings, model_file: Path | None, alias: str | None, *, cuda: bool
 ) -> tuple[Settings, EngineBinary | None]:
     """Return settings with at least one model, and the built engine where one is needed."""
+    models = settings.models
+    if model_file is not None:
+        path = model_file.expanduser().absolute()
+        if not path.is_file():
+            raise ConfigError(f"--model: {model_file} does not exist")
+        models = {path.stem: Model(path=path, aliases=(alias,) if alias and alias != path.stem else ())}
+    settings = settings.model_copy(update={"models": models})
+    _check_early(settings)
     with ConsoleProgress() as progress:
         default = None
         if settings.engine.dir == "auto" and _needs_engine(settings, model_file):
             paths = ensure_engine(_options(cuda=cuda), progress)
             default = EngineBinary(path=paths.server, patched=True, dir=paths.dir)
-        if model_file is not None:
-            path = model_file.expanduser().absolute()
-            if not path.is_file():
-                raise ConfigError(f"--model: {model_file} does not exist")
-            models = {path.stem: Model(path=path, aliases=(alias,) if alias and alias != path.stem else ())}
-            settings = settings.model_copy(update={"models": models})
-        elif not settings.models:
+        if not settings.models:
             path = ensure_demo_model(progress)
+            click.echo(f"no model configured: serving the demo model {DEMO_NAME}", err=True)
             text = "Demo model: tiny, often wrong, here to see things move."
             model = Model(path=path, args=DEMO_ARGS, aliases=("default",), description=text)
             settings = settings.model_copy(update={"models": {DEMO_NAME: model}})
     return settings, default
+
+
+def _check_early(settings: Settings) -> None:
+    """Find what cannot work before a long build: reserved arguments, a missing engine, a taken port."""
+    check_models(settings.models, settings.engine)
+    named = {"engine.dir": settings.engine.dir} if settings.engine.dir != "auto" else {}
+    named |= {
+        f"models.{name}.engine": m.engine for name, m in settings.models.items() if m.engine is not None
+    }
+    for field, text in named.items():
+        if server_at(text) is None:
+            raise ConfigError(f"{field}: there is no llama-server program at {text}")
+    for name, model in settings.models.items():
+        if model.path is not None and not model.path.is_file():
+            click.secho(f"models.{name}.path: {model.path} does not exist (yet)", fg="yellow", err=True)
+    if settings.server.port:
+        family = socket.AF_INET6 if ":" in settings.server.host else socket.AF_INET
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((settings.server.host.strip("[]"), settings.server.port))
+            except OSError as error:
+                _cannot_listen(settings, error)
 
 
 def _options(*, cuda: bool) -> BuildOptions:
@@ -129,8 +164,9 @@ def _needs_engine(settings: Settings, model_file: Path | None) -> bool:
 def _run(settings: Settings, engines: Engines) -> None:
     def told(where: Listening) -> None:
         if sys.stderr.isatty():
-            names = ", ".join(settings.models)
-            click.secho(f"\nllama-proxy is ready: {where.url}/v1   models: {names}\n", fg="green", err=True)
+            names = ", ".join(f"{n} (demo model)" if n == DEMO_NAME else n for n in settings.models)
+            text = f"\nllama-proxy is ready: {where.url}/v1   models: {names}   Ctrl-C stops, twice cuts\n"
+            click.secho(text, fg="green", err=True)
 
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         runner.run(serve_app(settings, engines, told))

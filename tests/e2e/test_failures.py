@@ -290,3 +290,11 @@ def _alive(process: psutil.Process) -> bool:
         return process.is_running() and process.status() != "zombie"
     except psutil.NoSuchProcess:
         return False
+
+
+def test_a_remote_that_is_not_there_is_given_up(start: Callable[..., Proxy]) -> None:
+    """Nobody waits fifteen minutes for a wrong url."""
+    proxy = start({"models": {"far": {"url": "http://127.0.0.1:1"}}})
+    status, body = proxy.post("/v1/completions", {"model": "far", "prompt": "a"}, timeout_s=20)
+    assert (status, body["error"]["code"]) == (502, "model_load_failed")
+    assert "nothing answered at http://127.0.0.1:1" in body["error"]["message"]
