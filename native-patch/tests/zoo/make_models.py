@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import zoo_archs
+import zoo_mtp
 import zoo_vision
 
 Recipe = Callable[[Path], None]
@@ -33,8 +34,8 @@ MODELS: dict[str, Recipe] = {
     "bert-rerank": zoo_archs.bert_rerank,
     "gemma3-swa": zoo_archs.gemma3_swa,
     "mamba": zoo_archs.mamba,
-    "qwen35-mtp": zoo_archs.qwen35_mtp,
-    "step35-mtp": zoo_archs.step35_mtp,
+    "qwen35-mtp": zoo_mtp.qwen35_mtp,
+    "step35-mtp": zoo_mtp.step35_mtp,
     "mmproj-llava": zoo_vision.mmproj_llava,
 }
 

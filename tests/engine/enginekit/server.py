@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,10 +23,17 @@ from tests.engine.enginekit.waiting import eventually
 
 READY_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 5.0
+PR_SET_PDEATHSIG = 1
 TRACE_ENV = "LLAMA_PHASE_TRACE"
 
 # With F32 weights the results hardly depend (2e-5 in log-probability) on what else is in the batch.
 EXACT = ("-fa", "off", "-ctk", "f32", "-ctv", "f32")
+
+
+def _die_with_parent() -> None:
+    """Ask Linux to end this process with the test runner, however that ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
 
 
 class Server:
@@ -61,7 +70,11 @@ class Server:
     def __enter__(self) -> Self:
         with self.log_path.open("wb") as log:
             self._process = subprocess.Popen(
-                self.command, stdout=log, stderr=subprocess.STDOUT, env=self._env
+                self.command,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=self._env,
+                preexec_fn=_die_with_parent,
             )
         try:
             self._wait_ready()
