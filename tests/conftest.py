@@ -1,12 +1,17 @@
 """Fixtures shared by all suites: engines, models, where they come from and why a test skips."""
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # a shell's background job ignores SIGINT and hands that on; programs under test are interrupted
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).resolve().parent.parent
 ZOO_SCRIPT = ROOT / "native-patch" / "tests" / "zoo" / "make_models.py"
