@@ -13,6 +13,7 @@ from proxy.cli.engine import engine
 from proxy.cli.progress import ConsoleProgress, LineProgress
 from proxy.engine.errors import ExitCode
 from tests.engine_tool import tiny
+from tests.support.wait import until
 
 
 class Cli:
@@ -75,6 +76,11 @@ def test_verify_looks_into_a_running_process(cli: Cli) -> None:
     said = json.loads(cli.of_series("build", "--json").stdout)
     with subprocess.Popen([said["server"]], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL) as process:
         try:
+            # the loader needs a moment to map the libraries of a process that has just started
+            maps = Path(f"/proc/{process.pid}/maps")
+            libraries = [f.name for f in Path(said["dir"]).glob("lib*.so*") if not f.is_symlink()]
+            assert libraries
+            until("all libraries are mapped", lambda: all(name in maps.read_text() for name in libraries))
             good = cli("verify", said["dir"], "--pid", str(process.pid))
             bad = cli("verify", said["dir"], "--pid", "1")
         finally:
