@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # a shell's background job ignores SIGINT and hands that on; programs under test are interrupted
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+for _number in (signal.SIGINT, signal.SIGHUP):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        # nohup and background jobs ignore these and hand that on to every child; a handler of our own is
+        # not handed on, so programs under test can be interrupted while this run still cannot
+        signal.signal(_number, lambda *_: None)
 
 ROOT = Path(__file__).resolve().parent.parent
 ZOO_SCRIPT = ROOT / "native-patch" / "tests" / "zoo" / "make_models.py"
