@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from tests.engine.enginekit.check import assert_rested
 from tests.engine.enginekit.models import zoo
 from tests.engine.enginekit.oracle import Oracle
 from tests.engine.enginekit.server import EXACT, Server
+from tests.engine.enginekit.zootable import cell, record
 
 HERE = Path(__file__).resolve().parent
 TEST_TIMEOUT_S, SOAK_TIMEOUT_S = 240, 1800
@@ -38,6 +39,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left:
         config.hook.pytest_deselected(items=left)
         items[:] = kept
+
+
+# cells of the zoo's table that this session tested, and whether every phase of the test passed
+_cells: dict[str, bool] = {}
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Remember what the zoo contract proved."""
+    report = yield
+    key = cell(item)
+    if key is not None and not report.skipped:
+        _cells[key] = report.passed and _cells.get(key, True)
+    return report
+
+
+def pytest_sessionfinish() -> None:
+    """Write it down for the table in the README."""
+    record(_cells)
 
 
 @pytest.fixture
