@@ -17,6 +17,7 @@ from tests.engine.conftest import EngineFactory, OracleFactory
 from tests.engine.enginekit.check import assert_equal_tokens, barrier_holds
 from tests.engine.enginekit.http import Json
 from tests.engine.enginekit.oracle import MIN_GAP, Reference
+from tests.engine.enginekit.phase import PhaseEvent
 from tests.engine.enginekit.prompts import words
 from tests.engine.enginekit.server import EXACT, Server, greedy
 from tests.engine.enginekit.zooclaims import Feature, Proof, SetUp
@@ -84,13 +85,31 @@ def test_zoo_in_company(engine: EngineFactory, oracle: OracleFactory, case: SetU
     """Eight unequal requests on four slots: each answer is the single one; some wait, some are paused."""
     wanted = _references(case, oracle, MANY)
     server = engine(case.model, policy, (*SMALL_BATCH, *case.flags(), *PAUSES))
-    counter = "phase_yield_total" if policy == "yield" else "phase_queue_seconds_total"
+    since = 0
     for _ in range(ROUNDS):
         started = [server.start(reference.body) for reference in wanted]
         assert_answers(case, [exchange.ok().json() for exchange in started], wanted, "answer")
-        if server.metrics()[counter] > 0:
+        events = server.events(since)
+        since = events[-1].seq
+        if _waited_behind_answers(events, policy):
             return
-    pytest.fail(f"no {counter} in {ROUNDS} rounds")
+    pytest.fail(f"in {ROUNDS} rounds nobody came while answers ran")
+
+
+def _waited_behind_answers(events: list[PhaseEvent], policy: str) -> bool:
+    """Whether a request queued while others generated, and under ``yield`` paused them."""
+    generates = False
+    for event in events:
+        match event.event:
+            case "open":
+                generates = True
+            case "idle":
+                generates = False
+            case "pause":
+                return True
+            case "admit" if generates and event.cohort == 0 and policy == "drain":
+                return True
+    return False
 
 
 @proves(Feature.BARRIER)
