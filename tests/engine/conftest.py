@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from tests.engine.enginekit.zootable import cell, record
 
 HERE = Path(__file__).resolve().parent
 TEST_TIMEOUT_S, SOAK_TIMEOUT_S = 240, 1800
+ORACLES_RUNNING = 6
 
 EngineFactory = Callable[..., Server]
 OracleFactory = Callable[..., Oracle]
@@ -124,17 +127,30 @@ def stock(stock_binary: Path, tmp_path: Path) -> Iterator[EngineFactory]:
 
 @pytest.fixture(scope="session")
 def oracle(stock_binary: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OracleFactory]:
-    """Return a factory of oracles, one unpatched engine per set of flags and session."""
-    with ExitStack() as stack:
-        known: dict[tuple[object, ...], Oracle] = {}
+    """Return a factory of oracles, one per set of flags and session; few of their engines run at once."""
+    known: dict[tuple[object, ...], Oracle] = {}
+    running: OrderedDict[tuple[object, ...], Server] = OrderedDict()
 
-        def start(model: str | Path = "llama", args: Sequence[str] = EXACT, *, context: int = 8192) -> Oracle:
-            key = (model, tuple(args), context)
-            if key not in known:
-                path = model if isinstance(model, Path) else zoo(model)
-                folder = tmp_path_factory.mktemp("oracle")
-                server = Server(stock_binary, path, ("-np", "1", "-c", str(context), *args), folder)
-                known[key] = Oracle(stack.enter_context(server))
-            return known[key]
+    def server(model: str | Path, args: tuple[str, ...], context: int) -> Server:
+        key = (model, args, context)
+        if key not in running:
+            while len(running) >= ORACLES_RUNNING:
+                running.popitem(last=False)[1].stop()
+            path = model if isinstance(model, Path) else zoo(model)
+            folder = tmp_path_factory.mktemp("oracle")
+            started = Server(stock_binary, path, ("-np", "1", "-c", str(context), *args), folder)
+            running[key] = started.__enter__()
+        running.move_to_end(key)
+        return running[key]
 
+    def start(model: str | Path = "llama", args: Sequence[str] = EXACT, *, context: int = 8192) -> Oracle:
+        key = (model, tuple(args), context)
+        if key not in known:
+            known[key] = Oracle(partial(server, *key))
+        return known[key]
+
+    try:
         yield start
+    finally:
+        for last in running.values():
+            last.stop()
