@@ -185,8 +185,8 @@ CREATED = re.compile(r"created context checkpoint")
 
 @proves(Feature.CHECKPOINTS)
 def test_zoo_checkpoints(engine: EngineFactory, stock: EngineFactory, case: SetUp, policy: str) -> None:
-    """Shares of a batch cut prompts more often, but make no more checkpoints."""
-    flags = (*EXACT, "-b", "256", "-ub", "64", "-lv", "5", *case.flags())
+    """Shares of a batch cut prompts more often near their end, but make no more checkpoints."""
+    flags = (*EXACT, "-b", "128", "-ub", "128", "-lv", "5", *case.flags())
     prompts = [_prompt(case, count, 80 + count) for count in (30, 150, 220, 300)]
     plain = stock(case.model, flags)
     for prompt in prompts:
