@@ -106,6 +106,18 @@ class Server:
         assert self._process is not None
         return self._process.pid
 
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send the engine a signal."""
+        os.kill(self.pid, number)
+
+    def exit_code(self, timeout_s: float) -> int | None:
+        """Wait up to ``timeout_s`` for the engine to end; return its exit code, ``None`` when it lives."""
+        assert self._process is not None
+        try:
+            return self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return None
+
     def log(self) -> str:
         """Return the engine's log so far."""
         return self.log_path.read_text(errors="replace")
@@ -223,12 +235,12 @@ class Server:
         return read_trace(self.trace_path)
 
     def wait_idle(self, *, timeout_s: float = 20.0) -> None:
-        """Wait until no slot is processing."""
-        eventually(
-            lambda: not any(slot["is_processing"] for slot in self.slots()),
-            "all slots idle",
-            timeout_s=timeout_s,
-        )
+        """Wait until no slot is processing and the engine, where it has phases, has left its last one."""
+
+        def idle(slot: Json) -> bool:
+            return not slot["is_processing"] and slot.get("phase", {}).get("engine", "idle") == "idle"
+
+        eventually(lambda: all(map(idle, self.slots())), "all slots idle", timeout_s=timeout_s)
 
     def cpu_seconds(self) -> float:
         """Return the CPU time (user and system) the process has used, in seconds."""
