@@ -1,0 +1,121 @@
+"""Follows the prompts of a phase-aware engine through its transitions, where its counters cannot be read. Pure.
+
+A sample tells how many tokens of a slot's prompt were computed and how many came from the cache. Once it told so, the whole
+prompt's number is known when it is `ready`, also if it ends before the next sample. A prompt that no sample saw may have been
+computed whole or come from the cache but for one token, a cancelled one may have got anywhere: that is told as unsure.
+
+Children of one prompt (`n` > 1) show a copy of their parent's counter. They are admitted at the same instant, and their
+prompt counts once.
+"""
+
+from dataclasses import dataclass
+
+from proxy.backends.slots import SlotsReport
+from proxy.types import PhaseEvent, SlotView
+
+
+@dataclass(slots=True)
+class _Prompt:
+    """A prompt and how much of it has been counted; shared by parent and children."""
+
+    total: int
+    computed: int = 0
+    settled: bool = False
+
+
+@dataclass(slots=True)
+class _Task:
+    prompt: _Prompt
+    id: int | None = None
+    cached: int | None = None
+    ready: bool = False
+
+
+class TaskBook:
+    """The prompts on one engine's slots."""
+
+    def __init__(self, report: SlotsReport) -> None:
+        """Begin with a view; what is processed there was so before."""
+        self._tasks: dict[int, _Task] = {}
+        self._group: tuple[int, str, int] | None = None
+        self._group_prompt = _Prompt(0)
+        for slot in report.slots:
+            if slot.busy:
+                self._tasks[slot.id] = self._found(slot, counted=slot.processed_tokens or 0)
+
+    def advance(self, report: SlotsReport) -> tuple[int, int]:
+        """Take the next view; return the prompt tokens computed since, and how many more are possible."""
+        computed = unsure = 0
+        if report.lost:
+            self._tasks = {
+                slot.id: task
+                for slot in report.slots
+                if slot.busy and (task := self._tasks.get(slot.id)) is not None and task.id == slot.task
+            }
+        else:
+            for event in report.events:
+                more, maybe = self._event(event)
+                computed, unsure = computed + more, unsure + maybe
+        for slot in report.slots:
+            if slot.busy:
+                computed += self._see(slot)
+        return computed, unsure
+
+    def _event(self, event: PhaseEvent) -> tuple[int, int]:
+        if event.slot is None:
+            return 0, 0
+        task = self._tasks.get(event.slot)
+        match event.event:
+            case "admit":
+                if task is not None and event.cohort:
+                    return 0, 0  # it waited, now its cohort begins
+                self._tasks[event.slot] = _Task(self._prompt_of(event))
+                # it begins again: there was no room for it
+                return (0, 0) if task is None else _end(task)
+            case "ready" if task is not None:
+                task.ready = True
+            case "release" if task is not None:
+                del self._tasks[event.slot]
+                return _end(task)
+            case _:
+                pass
+        return 0, 0
+
+    def _prompt_of(self, event: PhaseEvent) -> _Prompt:
+        group = (event.t_us, event.request, event.tokens)
+        if group != self._group:
+            self._group, self._group_prompt = group, _Prompt(event.tokens)
+        return self._group_prompt
+
+    def _see(self, slot: SlotView) -> int:
+        task = self._tasks.get(slot.id)
+        if task is None:
+            task = self._tasks[slot.id] = self._found(slot, counted=0)
+        task.id = slot.task
+        processed, cached = slot.processed_tokens or 0, slot.cached_tokens
+        if processed or cached:
+            # before its prompt begins a slot says 0 and 0
+            task.cached = cached or 0
+        grown = max(0, processed - task.prompt.computed)
+        task.prompt.computed += grown
+        return grown
+
+    @staticmethod
+    def _found(slot: SlotView, counted: int) -> _Task:
+        return _Task(_Prompt(slot.prompt_tokens or 0, counted), id=slot.task)
+
+
+def _end(task: _Task) -> tuple[int, int]:
+    prompt = task.prompt
+    if prompt.settled:
+        return 0, 0
+    rest = max(0, prompt.total - (task.cached or 0) - prompt.computed)
+    if task.ready:
+        prompt.settled = True
+    if task.ready and task.cached is not None:
+        prompt.computed += rest
+        return rest, 0
+    if task.ready:
+        return min(1, rest), max(0, rest - 1)  # the last token of a prompt is always computed
+    prompt.total -= rest
+    return 0, rest
