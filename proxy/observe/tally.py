@@ -8,16 +8,18 @@ it is exact in:
   brings it tells the tokens of every answer still running, both of the same instant. So between two views the engine sampled
   exactly Σ released + Σ running now - Σ running before, whatever came and went in between, cancelled answers included. This
   needs all transitions (`lost` = 0). The engine's own `tokens_predicted_total` is no substitute: it moves only when an answer ends.
-- *Prompt tokens: the engine's counter.* Transitions know how long a prompt is, not how much of it came from the cache, nor
-  how far a cancelled one got. `prompt_tokens_total` counts what was computed, but only moves at a batch that samples
-  something (or at rest): between those, the growth of the prompts in progress is added. Both the counter and the sum so far
-  plus that growth can only be too low, never too high, so the larger of the two is taken; at rest it is exact.
-  The counters are read before the slots: read later they would hold tokens that the next sample adds once more.
-- *Without the counters* (a server without `--metrics`, a model behind a proxy, or not asked for) the tasks are followed by their
-  transitions (`tasks`): exact for a prompt that a sample saw once; what no sample saw is told as `unsure`, not guessed.
+- *Prompt tokens, phase-aware engine: samples and transitions* (`tasks`). Exact for every prompt that a sample saw once. What no
+  sample saw (how much of a prompt came from the cache, how far a cancelled one got) is told as `unsure`, not guessed,
+- *unless the engine's counter can be read.* `prompt_tokens_total` knows all of it, but moves only at a batch that samples something,
+  or at rest. Both it and the sum of what was seen can only be too low, never too high, so the larger of the two is
+  taken; at rest it is exact. The counters are read before the slots: read later they would hold tokens that the next sample
+  adds once more.
 
-A stock engine has no transitions. Its counters serve for generated tokens as well; without them only what samples show is
-counted, and tasks between two samples are missed.
+A stock engine has no transitions. With its counters, the growth of prompts in progress and of running answers is added to what they
+say; without them only what samples show is counted, and tasks between two samples are missed.
+
+When a watch begins amid prompts, how much of them the counter holds already is not known and is told as unsure. One case stays
+open: tokens of a prompt that was cancelled just before, which are on no slot any more and not yet in the counter, count as ours.
 
 A server that was gone in between starts a new run; nothing is counted across the gap.
 """
@@ -139,19 +141,19 @@ class Tally:
         return Source.COUNTERS
 
     def _add_prompt(self, last: Sample, sample: Sample) -> Source:
-        report = sample.report
-        if self._prompt_base is not None:
-            seen = self._prompt + _growth(last.report, report, _prompt_in_progress)
-            told = 0 if sample.counters is None else self._prompt_base.reached(sample.counters.prompt)
-            self._prompt = max(seen, told)
-            return Source.COUNTERS
-        if self._tasks is None:
-            self._prompt += _growth(last.report, report, _processed)
-            return Source.SAMPLES
-        computed, unsure = self._tasks.advance(report)
+        report, unsure = sample.report, 0
+        if self._tasks is not None:
+            computed, unsure = self._tasks.advance(report)
+        else:
+            counting = self._prompt_base is not None
+            computed = _growth(last.report, report, _prompt_in_progress if counting else _processed)
         self._prompt += computed
-        self._unsure += unsure
-        return Source.TRANSITIONS
+        if self._prompt_base is None:
+            self._unsure += unsure
+            return Source.SAMPLES if self._tasks is None else Source.TRANSITIONS
+        if sample.counters is not None:
+            self._prompt = max(self._prompt, self._prompt_base.reached(sample.counters.prompt))
+        return Source.COUNTERS
 
 
 def counters_went_back(last: Sample, sample: Sample) -> bool:

@@ -16,10 +16,11 @@ from proxy.types import PhaseEvent, SlotView
 
 @dataclass(slots=True)
 class _Prompt:
-    """A prompt and how much of it has been counted; shared by parent and children."""
+    """A prompt, how much of it has been counted, and what of it was cached, once known; shared by parent and children."""
 
     total: int
     computed: int = 0
+    cached: int | None = None
     settled: bool = False
 
 
@@ -27,7 +28,6 @@ class _Prompt:
 class _Task:
     prompt: _Prompt
     id: int | None = None
-    cached: int | None = None
     ready: bool = False
 
 
@@ -46,6 +46,7 @@ class TaskBook:
     def advance(self, report: SlotsReport) -> tuple[int, int]:
         """Take the next view; return the prompt tokens computed since, and how many more are possible."""
         computed = unsure = 0
+        ended: list[_Task] = []
         if report.lost:
             self._tasks = {
                 slot.id: task
@@ -54,32 +55,31 @@ class TaskBook:
             }
         else:
             for event in report.events:
-                more, maybe = self._event(event)
-                computed, unsure = computed + more, unsure + maybe
+                self._event(event, ended)
         for slot in report.slots:
             if slot.busy:
                 computed += self._see(slot)
+        # last, because a slot may tell what an ended task of the same prompt had
+        for task in ended:
+            more, maybe = _end(task)
+            computed, unsure = computed + more, unsure + maybe
         return computed, unsure
 
-    def _event(self, event: PhaseEvent) -> tuple[int, int]:
+    def _event(self, event: PhaseEvent, ended: list[_Task]) -> None:
         if event.slot is None:
-            return 0, 0
+            return
         task = self._tasks.get(event.slot)
         match event.event:
-            case "admit":
-                if task is not None and event.cohort:
-                    return 0, 0  # it waited, now its cohort begins
+            case "admit" if task is None or not event.cohort:
+                if task is not None:
+                    ended.append(task)  # it begins again: there was no room for it
                 self._tasks[event.slot] = _Task(self._prompt_of(event))
-                # it begins again: there was no room for it
-                return (0, 0) if task is None else _end(task)
             case "ready" if task is not None:
                 task.ready = True
             case "release" if task is not None:
-                del self._tasks[event.slot]
-                return _end(task)
+                ended.append(self._tasks.pop(event.slot))
             case _:
-                pass
-        return 0, 0
+                pass  # an admit to its cohort after the wait, and what tells nothing of prompts
 
     def _prompt_of(self, event: PhaseEvent) -> _Prompt:
         group = (event.t_us, event.request, event.tokens)
@@ -95,7 +95,7 @@ class TaskBook:
         processed, cached = slot.processed_tokens or 0, slot.cached_tokens
         if processed or cached:
             # before its prompt begins a slot says 0 and 0
-            task.cached = cached or 0
+            task.prompt.cached = cached or 0
         grown = max(0, processed - task.prompt.computed)
         task.prompt.computed += grown
         return grown
@@ -109,13 +109,16 @@ def _end(task: _Task) -> tuple[int, int]:
     prompt = task.prompt
     if prompt.settled:
         return 0, 0
-    rest = max(0, prompt.total - (task.cached or 0) - prompt.computed)
+    rest = max(0, prompt.total - (prompt.cached or 0) - prompt.computed)
     if task.ready:
         prompt.settled = True
-    if task.ready and task.cached is not None:
+    if task.ready and prompt.cached is not None:
         prompt.computed += rest
         return rest, 0
     if task.ready:
-        return min(1, rest), max(0, rest - 1)  # the last token of a prompt is always computed
+        # the last token of a prompt is always computed
+        least = min(1, rest) if prompt.computed == 0 else 0
+        prompt.computed += least
+        return least, rest - least
     prompt.total -= rest
     return 0, rest
