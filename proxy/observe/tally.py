@@ -27,12 +27,11 @@ A server that was gone in between starts a new run; nothing is counted across th
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Final
 
 from proxy.backends.slots import SlotsReport
 from proxy.observe.records import Counters, Sample
-from proxy.observe.tasks import TaskBook
-from proxy.types import MemberState, SlotView
+from proxy.observe.tasks import TaskBook, in_progress
+from proxy.types import SlotView
 
 
 class Source(StrEnum):
@@ -121,7 +120,7 @@ class Tally:
         settled = sample.settled
         if settled is not None:
             # how much of the prompts in progress the counter holds already is not known
-            begun = sum(_processed(slot) for slot in report.slots if _in_progress(slot))
+            begun = sum(_processed(slot) for slot in report.slots if in_progress(slot))
             self._unsure += begun
             self._prompt_base = _Base(self._prompt, settled.prompt + begun)
             self._generated_base = _Base(self._generated, settled.generated + _running(report))
@@ -168,20 +167,12 @@ def _less(now: Counters, before: Counters) -> bool:
     return now.prompt < before.prompt or now.generated < before.generated
 
 
-_DONE: Final = frozenset({MemberState.READY, MemberState.GENERATE, MemberState.PAUSED})
-
-
-def _in_progress(slot: SlotView) -> bool:
-    """Whether the slot's prompt is not whole: a whole one's tokens are in the counter."""
-    return slot.busy and slot.member not in _DONE and not slot.decoded_tokens
-
-
 def _processed(slot: SlotView) -> int:
     return (slot.processed_tokens or 0) if slot.busy else 0
 
 
 def _prompt_in_progress(slot: SlotView) -> int:
-    return _processed(slot) if _in_progress(slot) else 0
+    return _processed(slot) if in_progress(slot) else 0
 
 
 def _decoded(slot: SlotView) -> int:

@@ -5,13 +5,17 @@ prompt's number is known when it is `ready`, also if it ends before the next sam
 computed whole or come from the cache but for one token, a cancelled one may have got anywhere: that is told as unsure.
 
 Children of one prompt (`n` > 1) show a copy of their parent's counter. They are admitted at the same instant, and their
-prompt counts once.
+prompt counts once. Of a task whose admission was not seen it is not known whether it has such relatives: only what it shows
+before its prompt is whole is surely its own.
 """
 
 from dataclasses import dataclass
+from typing import Final
 
 from proxy.backends.slots import SlotsReport
-from proxy.types import PhaseEvent, SlotView
+from proxy.types import MemberState, PhaseEvent, SlotView
+
+_DONE: Final = frozenset({MemberState.READY, MemberState.GENERATE, MemberState.PAUSED})
 
 
 @dataclass(slots=True)
@@ -22,6 +26,7 @@ class _Prompt:
     computed: int = 0
     cached: int | None = None
     settled: bool = False
+    admitted: bool = True
 
 
 @dataclass(slots=True)
@@ -96,13 +101,20 @@ class TaskBook:
         if processed or cached:
             # before its prompt begins a slot says 0 and 0
             task.prompt.cached = cached or 0
+        if not task.prompt.admitted and not in_progress(slot):
+            return 0
         grown = max(0, processed - task.prompt.computed)
         task.prompt.computed += grown
         return grown
 
     @staticmethod
     def _found(slot: SlotView, counted: int) -> _Task:
-        return _Task(_Prompt(slot.prompt_tokens or 0, counted), id=slot.task)
+        return _Task(_Prompt(slot.prompt_tokens or 0, counted, admitted=False), id=slot.task)
+
+
+def in_progress(slot: SlotView) -> bool:
+    """Whether the slot's prompt is not whole yet. Where there are no member states, the first token tells."""
+    return slot.busy and slot.member not in _DONE and not slot.decoded_tokens
 
 
 def _end(task: _Task) -> tuple[int, int]:
@@ -112,12 +124,12 @@ def _end(task: _Task) -> tuple[int, int]:
     rest = max(0, prompt.total - (prompt.cached or 0) - prompt.computed)
     if task.ready:
         prompt.settled = True
-    if task.ready and prompt.cached is not None:
+    if task.ready and prompt.cached is not None and prompt.admitted:
         prompt.computed += rest
         return rest, 0
     if task.ready:
         # the last token of a prompt is always computed
-        least = min(1, rest) if prompt.computed == 0 else 0
+        least = min(1, rest) if prompt.computed == 0 and prompt.admitted else 0
         prompt.computed += least
         return least, rest - least
     prompt.total -= rest

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from proxy.backends.slots import SlotsReport
 from proxy.observe.records import Counters, Record, Sample
 from proxy.observe.sampler import Sampler
-from proxy.observe.tally import Source, Tally, _in_progress, counters_went_back
+from proxy.observe.tally import Source, Tally, counters_went_back
+from proxy.observe.tasks import in_progress
 from proxy.types import MemberState, PhaseEvent, SlotView
 from tests.observe.sim import Sim
 
@@ -39,7 +40,7 @@ class SimAsker:
         asked = self.clock()
         self._meanwhile()
         report = self.sim.view(since, native=self.native)
-        shown = sum(slot.processed_tokens for slot in report.slots if _in_progress(slot))
+        shown = sum(slot.processed_tokens for slot in report.slots if in_progress(slot))
         # tokens of cancelled prompts that no slot shows any more and no counter yet
         hidden = max(0, self.sim.queued - shown)
         self.truth.append((self.sim.computed, self.sim.sampled, hidden))
@@ -199,15 +200,16 @@ IDLE = SlotView(0, busy=False)
 
 TABLE = {
     "a running answer": (
-        [report(IDLE), report(slot(decoded_tokens=7, processed_tokens=3, cached_tokens=0))], (3, 7, 0)),
+        [report(IDLE), report(slot(decoded_tokens=7, processed_tokens=3, cached_tokens=0), events=[event(1, "admit", 3)], seq=1)],
+        (3, 7, 0)),
     "an answer that ended, with its last tokens": (
-        [report(IDLE), report(slot(decoded_tokens=7, processed_tokens=3)), report(IDLE, events=[event(1, "release", 9)], seq=1)],
+        [report(IDLE), report(slot(decoded_tokens=7, processed_tokens=3), events=[event(1, "admit", 3)], seq=1), report(IDLE, events=[event(2, "release", 9)], seq=2)],
         (3, 9, 0)),
     "a slot that went from one task to the next": (
         [report(IDLE),
-         report(slot(decoded_tokens=7, processed_tokens=3)),
+         report(slot(decoded_tokens=7, processed_tokens=3), events=[event(1, "admit", 3)], seq=1),
          report(slot(task=2, decoded_tokens=2, processed_tokens=5),
-                events=[event(1, "release", 9), event(2, "admit", 5)], seq=2)], (8, 11, 0)),
+                events=[event(2, "release", 9), event(3, "admit", 5)], seq=3)], (8, 11, 0)),
     "a task between two samples, all of whose prompt but one token may have been cached": (
         [report(IDLE),
          report(IDLE, events=[event(1, "admit", 50), event(2, "ready", 50), event(3, "release", 4)], seq=3)],
@@ -228,6 +230,11 @@ TABLE = {
     "a stock slot with another task": (
         [report(slot(decoded_tokens=5, processed_tokens=9), native=False),
          report(slot(task=2, decoded_tokens=2, processed_tokens=4), native=False)], (4, 2, 0)),
+    "a family whose admission was not seen": (
+        [report(slot(0, 1, processed_tokens=4, member=M.PREFILL), slot(1, 2, processed_tokens=0, member=M.PREFILL)),
+         report(slot(0, 1, processed_tokens=7, member=M.PREFILL), slot(1, 2, processed_tokens=0, member=M.PREFILL)),
+         report(slot(0, 1, processed_tokens=10, member=M.READY), slot(1, 2, processed_tokens=10, member=M.READY))],
+        (3, 0, 0)),
     "a prompt that began again": (
         [report(slot(processed_tokens=90), native=False), report(slot(processed_tokens=30), native=False)], (30, 0, 0)),
 }  # fmt: skip
