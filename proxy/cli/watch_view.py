@@ -40,6 +40,13 @@ def view(account: Account, width: int, height: int) -> RenderableType:
         parts.append(_headline(server, width))
         parts.append(_slots(server, width, room))
     parts.append(_together(account))
+    notes = dict.fromkeys(note for server in account.servers for note in server.notes)
+    parts += [Text(clean(note), "yellow") for note in notes]
+    for log, path in enumerate(account.header.logs):
+        name = clean(path.rsplit("/", 1)[-1])
+        parts.append(
+            Text(f"{name}: {clean(account.log_last[log])}", "dim", no_wrap=True, overflow="ellipsis")
+        )
     return Group(*parts)
 
 
@@ -97,10 +104,10 @@ def _slots(server: ServerAccount, width: int, room: int) -> Table:
     table.add_column("slot", justify="right", width=4)
     table.add_column("state", width=8)
     table.add_column("request", ratio=2, no_wrap=True, overflow="ellipsis")
-    table.add_column("prompt", width=40 if wide else 14)
-    table.add_column("tokens", justify="right", width=15 if wide else 13)
-    table.add_column("answer", justify="right", width=8)
-    table.add_column("waited", justify="right", width=14 if wide else 9)
+    table.add_column("prompt", width=40 if wide else 12)
+    table.add_column("tokens", justify="right", width=15 if wide else 11)
+    table.add_column("answer", justify="right", width=8 if wide else 6)
+    table.add_column("waited", justify="right", width=14 if wide else 7)
     slots = server.latest.report.slots if server.latest is not None else ()
     shown = sorted(slots, key=lambda slot: (not slot.busy, slot.id))[:room]
     for slot in sorted(shown, key=lambda slot: slot.id):
@@ -156,11 +163,6 @@ def _together(account: Account) -> Text:
         f" · {sum(s.samples for s in account.servers):,} samples · Ctrl-C ends",
         "dim",
     )
-    for note in dict.fromkeys(note for server in account.servers for note in server.notes):
-        text.append(f"\n{note}", "yellow")
-    for log, path in enumerate(account.header.logs):
-        text.append(f"\n{path.rsplit('/', 1)[-1]}: ", "dim")
-        text.append(clean(account.log_last[log]), "dim")
     return text
 
 

@@ -182,8 +182,6 @@ def _plain(value: Any) -> Any:
         }
     if isinstance(value, tuple):
         return [_plain(item) for item in value]
-    if isinstance(value, float):
-        return round(value, 6)
     return value.value if isinstance(value, StrEnum) else value
 
 

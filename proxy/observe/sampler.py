@@ -26,9 +26,12 @@ _SETTLE_TRIES: Final = 5
 
 NO_PHASES: Final = f"no phases: an engine without the patch; sampled every {STOCK_INTERVAL_S:g} s at most, transitions are not seen"
 NO_COUNTERS: Final = (
-    "no token counters (start the engine with --metrics): prompts that no sample saw are told as unsure"
+    "token counters are not read: of prompts that no sample saw it is told how many tokens are unsure"
 )
-NO_COUNTERS_STOCK: Final = "no token counters (start the engine with --metrics): what begins and ends between two samples is not counted"
+NO_COUNTERS_STOCK: Final = (
+    "token counters are not read: tasks that begin and end between two samples are not counted"
+)
+MISSING: Final = " (the engine offers none: start it with --metrics)"
 
 
 class Sampler:
@@ -131,8 +134,10 @@ class Sampler:
         notes = []
         if not native:
             notes.append(NO_PHASES)
-        if self._may_count and not self._counting:
-            notes.append(NO_COUNTERS if native else NO_COUNTERS_STOCK)
+        if not self._counting:
+            notes.append(
+                (NO_COUNTERS if native else NO_COUNTERS_STOCK) + (MISSING if self._may_count else "")
+            )
         self._up = Mark(
             *(self._server, self._run, at_s, ServerState.UP),
             native=native,
