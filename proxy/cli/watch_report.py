@@ -50,10 +50,10 @@ def _combined(console: Console, summary: dict[str, Any]) -> None:
     for name, count in counts.items():
         table.add_row(name, f"{count:,}", _number(found["rate"][name]), _number(found["busy_rate"][name]))
     console.print(table)
-    words = f"over {found['wall_s']:.2f} s, busy {found['busy_s']:.2f} s, {found['frames']} samples of each"
+    words = f"over {found['wall_s']:.2f} s, busy {found['busy_s']:.2f} s, {found['frames']} samples"
     if several:
         words += (
-            f"; skew at most {found['skew_max_s'] * 1000:.1f} ms (mean {found['skew_mean_s'] * 1000:.1f} ms), "
+            f" of each; skew at most {found['skew_max_s'] * 1000:.1f} ms (mean {found['skew_mean_s'] * 1000:.1f} ms), "
             f"{found['unpaired_samples']} samples had no partner within {found['skew_limit_s']:g} s"
         )
     _say(console, words)

@@ -20,6 +20,7 @@ from proxy.observe.summary import summarize
 from proxy.observe.tally import Tally
 from proxy.observe.target import parse_target
 from tests.engine.conftest import EngineFactory
+from tests.engine.enginekit.load import run_load
 from tests.engine.enginekit.models import zoo
 from tests.engine.enginekit.prompts import words
 from tests.engine.enginekit.server import Server
@@ -144,6 +145,35 @@ def test_the_combined_rate_is_that_of_the_engines_counters(
         assert not account.lost
         assert account.prompt_from == {"counters"}
         assert account.generated_from == {"transitions"}
+
+
+@pytest.mark.parametrize("policy", ["mixed", "drain", "yield"])
+def test_a_random_load_under_every_policy(engine: EngineFactory, watching: Watching, policy: str) -> None:
+    """Families, prompt arrays, embeddings, cached prefixes, clients that leave: at rest the numbers are the engine's.
+
+    Without its counters the truth lies within the doubt that is told.
+    """
+    both = ("--embeddings", "--pooling", "none", "--phase-yield-ms", "15")
+    server = engine("llama", policy, (*ARGS, *both), context=16384)
+    before = counted(server)
+    with (
+        watching([url(server)], interval_s=0.25) as seen,
+        watching([url(server)], interval_s=0.25, counters=False) as blind,
+    ):
+        for observer in (seen, blind):
+            observer.wait_samples()
+        report = run_load(server, 5, 60)
+        server.wait_idle()
+        for observer in (seen, blind):
+            observer.wait_samples()
+    after = counted(server)
+    prompt, generated = after[0] - before[0], after[1] - before[1]
+    assert not report.failures, report.failures
+    assert report.outcomes["left"] > 0
+    found, doubt = (summarize(observer.account)["servers"][0] for observer in (seen, blind))
+    assert (found["prompt_tokens"], found["generated_tokens"]) == (prompt, generated)
+    assert doubt["generated_tokens"] == generated
+    assert doubt["prompt_tokens"] <= prompt <= doubt["prompt_tokens"] + doubt["prompt_tokens_unsure"]
 
 
 def test_a_rate_amid_the_work_is_that_of_the_decoded_batches(
