@@ -22,7 +22,7 @@ _STATES: Final = {
     401: ServerState.DENIED,
     403: ServerState.DENIED,
     502: ServerState.GONE,
-    503: ServerState.LOADING,
+    503: ServerState.NOT_LOADED,
     504: ServerState.SILENT,
 }
 

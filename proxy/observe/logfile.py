@@ -34,12 +34,15 @@ class LogFollower:
         self._trouble = ""
 
     async def run(self, interval_s: float) -> None:
-        """Follow until cancelled."""
+        """Follow until cancelled, then take in what came last."""
         try:
             self.read(first=True)
             while True:
                 await asyncio.sleep(interval_s)
                 self.read()
+        except asyncio.CancelledError:
+            self.read()
+            raise
         finally:
             self.close()
 

@@ -29,7 +29,7 @@ class ServerState(StrEnum):
     UP = "up"
     GONE = "gone"  # nobody listens, or the connection broke
     SILENT = "silent"  # connected, no answer in time
-    LOADING = "loading"  # no model yet, or none any more
+    NOT_LOADED = "not_loaded"  # no model yet, or none any more
     SLEEPING = "sleeping"  # asking for slots would wake it
     DENIED = "denied"
     UNUSABLE = "unusable"  # answers something else

@@ -70,7 +70,9 @@ async def observe(
             work.append(asyncio.create_task(sampler.run(), name=f"sample:{target.name}"))
         for log, path in enumerate(logs):
             follower = LogFollower(log, path, clock, emit)
-            work.append(asyncio.create_task(follower.run(header.interval_s), name=f"log:{path}"))
+            work.append(
+                asyncio.create_task(follower.run(min(header.interval_s, INTERVAL_S)), name=f"log:{path}")
+            )
         stack.push_async_callback(_end, work)
         stopped = asyncio.create_task(stop.wait(), name="stop")
         stack.push_async_callback(_end, [stopped])

@@ -23,7 +23,7 @@ def test_a_model_behind_the_proxy(
     config = {"engine": {"dir": str(engine_binary)}, "models": {"a/b": model, "other": model}}
     with Proxy(config, tmp_path / "proxy") as proxy:
         with watching([f"{proxy.url}/?model=a/b"]) as seen:
-            mark = seen.wait_state(ServerState.LOADING)
+            mark = seen.wait_state(ServerState.NOT_LOADED)
             assert "not loaded" in mark.why
             assert proxy.engines() == []
             status, first = proxy.post(

@@ -1,5 +1,6 @@
 """Following a log: rotation, truncation, floods, absence."""
 
+import asyncio
 import os
 from pathlib import Path
 
@@ -93,3 +94,15 @@ def test_a_flood_is_bounded(log: Path) -> None:
 def test_a_pipe_is_not_waited_for(log: Path) -> None:
     os.mkfifo(log)
     assert Followed(log).read(first=True) == ["(is no regular file)"]
+
+
+async def test_what_came_last_is_read_at_the_end(log: Path) -> None:
+    """Lines of the moment before the stop are not lost."""
+    add(log, "")
+    followed = Followed(log)
+    task = asyncio.create_task(followed.follower.run(3600))
+    await asyncio.sleep(0)
+    add(log, "last words\n")
+    task.cancel()
+    await asyncio.wait((task,))
+    assert [r.line for r in followed.records if isinstance(r, LogLine)] == ["last words"]

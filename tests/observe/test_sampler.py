@@ -112,7 +112,7 @@ TROUBLE = {
     "a server that never answers": (but("/slots", None), ServerState.SILENT, "no answer within"),
     "props that never come": (but("/props", None), ServerState.SILENT, "no answer within"),
     "a wrong key": (but("/slots", (401, {"error": {"message": "Invalid API Key"}})), ServerState.DENIED, "401: Invalid API Key; give --api-key"),
-    "a model that loads": (but("/slots", (503, {"error": {"message": "Loading model"}})), ServerState.LOADING, "503: Loading model"),
+    "a model that loads": (but("/slots", (503, {"error": {"message": "Loading model"}})), ServerState.NOT_LOADED, "503: Loading model"),
     "slots turned off": (but("/slots", (501, {"error": {"message": "start it with --slots"}})), ServerState.UNUSABLE, "501: start it with --slots"),
     "something else": (but("/slots", (200, b"<html>")), ServerState.UNUSABLE, "not JSON"),
     "a slot without an id": (but("/slots", (200, [{"is_processing": False}])), ServerState.UNUSABLE, "slots[0].id: is missing"),

@@ -125,13 +125,15 @@ def test_counters_tell_their_doubt_when_begun_amid_prompts(seed: int) -> None:
     assert points[-1].prompt - hidden <= truth[-1][0] <= points[-1].prompt + points[-1].unsure
 
 
-@given(seeds)
+@given(seeds, st.booleans())
 @settings(max_examples=150, deadline=None)
-def test_counters_count_generated_tokens_of_a_stock_engine(seed: int) -> None:
-    points, truth, hidden = watched(seed, native=False, counters=True)
+def test_counters_count_generated_tokens_of_a_stock_engine(seed: int, rest: bool) -> None:
+    """Never too much; exact at rest, when no answer ended while the first sample was taken."""
+    points, truth, hidden = watched(seed, native=False, counters=True, rest_first=rest)
     for point, (_, generated) in zip(points, truth, strict=True):
         assert point.generated <= generated
-    assert points[-1].generated == truth[-1][1]
+    if points[0].busy == 0:
+        assert points[-1].generated == truth[-1][1]
 
 
 @given(seeds)
