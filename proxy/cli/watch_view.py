@@ -34,7 +34,7 @@ _MEMBER_STYLE = {
 def view(account: Account, width: int, height: int) -> RenderableType:
     """Return everything that fits into `width` columns and `height` lines."""
     count = len(account.servers)
-    room = max(1, (height - 4 - len(account.header.logs)) // count - 3)
+    room = max(1, (height - 4 - len(account.header.logs)) // count - (3 if width >= _WIDE else 4))
     parts: list[RenderableType] = []
     for server in account.servers:
         parts.append(_headline(server, width))
@@ -69,7 +69,8 @@ def _headline(server: ServerAccount, width: int) -> Text:
     text.append(clean(server.name), "bold")
     text.append("  ")
     text.append_text(_state(server))
-    text.append(f"  {_rate_words(_server_rates(server))}", "bold")
+    text.append("  " if width >= _WIDE else "\n  ")
+    text.append(_rate_words(_server_rates(server)), "bold")
     if width >= _WIDE and server.up is not None:
         up = server.up
         about = " · ".join(clean(word) for word in (up.policy, up.model, up.build) if word)

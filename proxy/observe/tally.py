@@ -127,17 +127,19 @@ class Tally:
 
     def _add_generated(self, last: Sample, sample: Sample) -> Source:
         report = sample.report
+        source = Source.SAMPLES
         if report.native and report.seq is not None and not report.lost:
             ended = sum(event.tokens for event in report.events if event.event == "release")
             self._generated += max(0, ended + _running(report) - _running(last.report))
-            return Source.TRANSITIONS
-        seen = self._generated + _growth(last.report, report, _decoded)
-        if self._generated_base is None or sample.counters is None:
-            self._generated = seen
-            return Source.SAMPLES
-        told = self._generated_base.reached(sample.counters.generated + _running(report))
-        self._generated = max(seen, told)
-        return Source.COUNTERS
+            source = Source.TRANSITIONS
+        else:
+            self._generated += _growth(last.report, report, _decoded)
+        if self._generated_base is not None and sample.counters is not None:
+            # adds nothing to what transitions told, unless some of them were lost now or before
+            told = self._generated_base.reached(sample.counters.generated + _running(report))
+            self._generated = max(self._generated, told)
+            source = Source.COUNTERS if source is Source.SAMPLES else source
+        return source
 
     def _add_prompt(self, last: Sample, sample: Sample) -> Source:
         report, unsure = sample.report, 0

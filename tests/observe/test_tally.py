@@ -168,7 +168,8 @@ def test_lost_transitions_are_told_and_never_invent_tokens(seed: int) -> None:
     for point, (prompt, generated) in zip(points, truth, strict=True):
         assert point.prompt <= prompt + hidden
         assert point.generated <= generated
-    if points[-1].lost == 0:
+    if points[0].busy == 0:
+        # the counters make up for what was lost
         assert points[-1].generated == truth[-1][1]
 
 
