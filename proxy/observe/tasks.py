@@ -18,18 +18,22 @@ from proxy.types import MemberState, PhaseEvent, SlotView
 _DONE: Final = frozenset({MemberState.READY, MemberState.GENERATE, MemberState.PAUSED})
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Prompt:
-    """A prompt, how much of it has been counted, and what of it was cached, once known; shared by parent and children."""
+    """A prompt, how much of it has been counted, and what of it was cached, once known; shared by parent and children.
+
+    `owner` is the one that was seen computing it: if it is cancelled, one of the others begins anew.
+    """
 
     total: int
     computed: int = 0
     cached: int | None = None
     settled: bool = False
     admitted: bool = True
+    owner: "_Task | None" = None
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Task:
     prompt: _Prompt
     id: int | None = None
@@ -60,7 +64,7 @@ class TaskBook:
             }
         else:
             for event in report.events:
-                self._event(event, ended)
+                unsure += self._event(event, ended)
         for slot in report.slots:
             if slot.busy:
                 computed += self._see(slot)
@@ -70,21 +74,28 @@ class TaskBook:
             computed, unsure = computed + more, unsure + maybe
         return computed, unsure
 
-    def _event(self, event: PhaseEvent, ended: list[_Task]) -> None:
+    def _event(self, event: PhaseEvent, ended: list[_Task]) -> int:
+        """Take a transition; return the tokens that a cut prompt may have had, and leave whole ones in `ended`."""
         if event.slot is None:
-            return
+            return 0
         task = self._tasks.get(event.slot)
         match event.event:
-            case "admit" if task is None or not event.cohort:
-                if task is not None:
-                    ended.append(task)  # it begins again: there was no room for it
+            case "admit" if task is None:
                 self._tasks[event.slot] = _Task(self._prompt_of(event))
+            case "admit" if task is not None and not event.cohort:
+                # it begins again, there was no room for it; its family's are no longer told apart
+                self._tasks[event.slot] = _Task(_Prompt(event.tokens, admitted=False))
+                return _cut(task)
             case "ready" if task is not None:
                 task.ready = True
             case "release" if task is not None:
-                ended.append(self._tasks.pop(event.slot))
+                del self._tasks[event.slot]
+                if not task.ready:
+                    return _cut(task)
+                ended.append(task)
             case _:
                 pass  # an admit to its cohort after the wait, and what tells nothing of prompts
+        return 0
 
     def _prompt_of(self, event: PhaseEvent) -> _Prompt:
         group = (event.t_us, event.request, event.tokens)
@@ -105,6 +116,8 @@ class TaskBook:
             return 0
         grown = max(0, processed - task.prompt.computed)
         task.prompt.computed += grown
+        if grown and in_progress(slot):
+            task.prompt.owner = task
         return grown
 
     @staticmethod
@@ -117,20 +130,34 @@ def in_progress(slot: SlotView) -> bool:
     return slot.busy and slot.member not in _DONE and not slot.decoded_tokens
 
 
+def _rest(prompt: _Prompt) -> int:
+    return max(0, prompt.total - (prompt.cached or 0) - prompt.computed)
+
+
+def _cut(task: _Task) -> int:
+    """Return how many more tokens a prompt that did not become whole may have had."""
+    prompt = task.prompt
+    if prompt.settled or prompt.owner not in (None, task):
+        return 0
+    rest = _rest(prompt)
+    if prompt.owner is task:
+        prompt.computed, prompt.cached, prompt.owner = 0, None, None
+    return rest
+
+
 def _end(task: _Task) -> tuple[int, int]:
+    """Return what a whole prompt had besides what was counted, surely and possibly."""
     prompt = task.prompt
     if prompt.settled:
         return 0, 0
-    rest = max(0, prompt.total - (prompt.cached or 0) - prompt.computed)
-    if task.ready:
-        prompt.settled = True
-    if task.ready and prompt.cached is not None and prompt.admitted:
+    prompt.settled = True
+    rest = _rest(prompt)
+    if not prompt.admitted:
+        return 0, rest
+    if prompt.cached is not None:
         prompt.computed += rest
         return rest, 0
-    if task.ready:
-        # the last token of a prompt is always computed
-        least = min(1, rest) if prompt.computed == 0 and prompt.admitted else 0
-        prompt.computed += least
-        return least, rest - least
-    prompt.total -= rest
-    return 0, rest
+    # the last token of a prompt is always computed
+    least = min(1, rest) if prompt.computed == 0 else 0
+    prompt.computed += least
+    return least, rest - least
