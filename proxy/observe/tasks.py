@@ -57,8 +57,9 @@ class TaskBook:
         computed = unsure = 0
         ended: list[_Task] = []
         if report.lost:
+            # who became whole, left or began again meanwhile is not known: nobody's relatives are any more
             self._tasks = {
-                slot.id: task
+                slot.id: self._found(slot, counted=task.prompt.computed)
                 for slot in report.slots
                 if slot.busy and (task := self._tasks.get(slot.id)) is not None and task.id == slot.task
             }
