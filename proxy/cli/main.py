@@ -6,6 +6,7 @@ from proxy import __version__
 from proxy.cli.config import config, init
 from proxy.cli.engine import engine
 from proxy.cli.serve import serve
+from proxy.cli.watch import watch
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -18,3 +19,4 @@ cli.add_command(serve)
 cli.add_command(init)
 cli.add_command(config)
 cli.add_command(engine)
+cli.add_command(watch)
