@@ -18,7 +18,7 @@ LEAVES = {
     "config",
     "upstream",
 }
-SUBJECTS = {"admission", "backends", "engine"}
+SUBJECTS = {"admission", "backends", "engine", "bench"}
 LAYER_OF = {
     **dict.fromkeys(LEAVES, 1),
     **dict.fromkeys(SUBJECTS, 2),
@@ -48,6 +48,7 @@ PURE = {
     *("types", "errors", "headers", "sse", "catalog"),
     *("admission.core", "admission.cost", "admission.ledger", "admission.model", "admission.order"),
     *("backends.lifecycle", "backends.command", "backends.slots"),
+    *("bench.matrix", "bench.evidence", "bench.stats", "bench.summary", "bench.plots", "bench.svg"),
 }
 IMPURE_IMPORTS = {"asyncio", "socket", "subprocess", "time", "logging", "threading", "aiohttp", "os"}
 

@@ -149,7 +149,8 @@ std::string report(const flags & f, const std::optional<engine_facts> & facts, c
     out.key("invariants").open_object().field("checked", invariants_of(f.what.pol));
     out.field("batches", (int64_t) run.batches.size()).field("samples", run.samples).close_object();
     write_times(out, run);
-    out.key("memory").open_object().field("peak_rss_bytes", peak_rss_bytes()).close_object();
+    // a dry run says nothing about memory, and the same one gives the same report
+    out.key("memory").open_object().field("peak_rss_bytes", f.dry_run ? (int64_t) 0 : peak_rss_bytes()).close_object();
     write_requests(out, f, run);
     write_events(out, run);
     write_trace(out, f, run);
