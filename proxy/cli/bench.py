@@ -91,7 +91,7 @@ def _shares(flag: str, text: str) -> tuple[float, ...]:
 )
 @click.option(
     "--base",
-    type=click.Choice(list(Policy)),
+    type=click.Choice([str(policy) for policy in Policy]),
     help="Policy that ratios are over; default: barrier-serial, or the first one.",
 )
 @click.option(
@@ -158,8 +158,8 @@ def _shares(flag: str, text: str) -> tuple[float, ...]:
 )
 @click.option(
     "--hashes",
-    type=click.Choice(list(HashRule)),
-    default=HashRule.ALL,
+    type=click.Choice([str(rule) for rule in HashRule]),
+    default=str(HashRule.ALL),
     show_default=True,
     help="Whose outputs must be equal: all policies', the barrier policies', or report only.",
 )

@@ -58,7 +58,9 @@ def test_work_and_outputs_are_equal_across_policies(dry: Harness) -> None:
 
 
 @pytest.mark.parametrize("policy", BARRIER)
-@pytest.mark.parametrize(("fault", "invariant"), [("early", "no-early-first-token"), ("mixed", "no-mixed-batch")])
+@pytest.mark.parametrize(
+    ("fault", "invariant"), [("early", "no-early-first-token"), ("mixed", "no-mixed-batch")]
+)
 def test_a_planted_fault_fails_loudly(dry: Harness, policy: Policy, fault: str, invariant: str) -> None:
     """An early first token, and a mixed batch, end the run with the invariant's name, and the evidence is kept."""
     done, report = dry("--policy", policy, *UNEQUAL, "--plant", fault)
