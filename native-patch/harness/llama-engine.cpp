@@ -188,6 +188,11 @@ class llama_engine : public engine {
         std::vector<llama_tokens> drafts(opened.size());
         for (size_t i = 0; i < opened.size(); ++i) {
             const opening & o = opened[i];
+            const llama_pos seen = llama_memory_seq_pos_max(llama_get_memory(spec_init->context()), o.slot);
+            if (seen != o.pos - 1) {
+                throw failed("decode", "mtp", "the draft head saw request " + std::to_string(o.request) + " up to position " +
+                             std::to_string(seen) + ", expected " + std::to_string(o.pos - 1));
+            }
             common_speculative_begin(spec.get(), o.slot, prompts[o.request]);
             common_speculative_draft_params & d = common_speculative_get_draft_params(spec.get(), o.slot);
             d = {};

@@ -25,7 +25,7 @@ def dry_harness(tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = tmp_path_factory.mktemp("harness") / "llama-phase-harness"
     built = subprocess.run(
         [
-            *(compiler, "-std=c++17", "-Wall", "-Wextra", "-Werror", "-O1", "-g"),
+            *(compiler, "-std=c++17", "-Wall", "-Wextra", "-Werror"),
             *("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-DHARNESS_WITHOUT_ENGINE"),
             *(str(HARNESS / f"{name}.cpp") for name in SOURCES),
             *("-o", str(target)),

@@ -51,30 +51,52 @@ def test_a_whole_matrix(dry_harness: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_an_interrupted_matrix_goes_on_and_gives_the_same_summary(
-    dry_harness: Path, tmp_path: Path, how: signal.Signals
+    dry_harness: Path, tmp_path: Path, program: Callable[[str], Path], how: signal.Signals
 ) -> None:
     """Evidence from before the interruption is kept as it is, and the summary is that of an uninterrupted matrix."""
-    common = (*SMALL, "--repetitions", "40", "--harness", str(dry_harness))
+    # the sixth run waits until it is allowed to go on
+    held = program(
+        f'if [ -e "$0.held" ] && [ "$(ls {tmp_path}/cut/runs/*.json | wc -l)" = 5 ]; then\n'
+        f'echo $$ > "$0.pid"; exec sleep 100; fi\nexec {dry_harness} "$@"'
+    )
+    (tmp_path / "manifest.json").write_text('{"key": "same"}')
+    (tmp_path / "program.held").touch()
+    common = (*SMALL, "--harness", str(held))
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     with (tmp_path / "log").open("wb") as log:
         running = subprocess.Popen(command(*common, "--out", str(cut)), stdout=log, stderr=log)
     try:
-        until("some evidence", lambda: len(evidence(cut)) >= 3, DEADLINE_S)
+        until("the sixth run", lambda: _read(tmp_path / "program.pid"), DEADLINE_S)
         running.send_signal(how)
         assert running.wait(DEADLINE_S) != 0
     finally:
         running.kill()
         running.wait(DEADLINE_S)
+        pid = int(_read(tmp_path / "program.pid"))
+        if how is signal.SIGKILL:
+            # this stand-in knows nothing of its runner; the harness ends with it
+            os.kill(pid, signal.SIGKILL)
+    until("the end of the sixth run", lambda: not _alive(pid), DEADLINE_S)
+    (tmp_path / "program.held").unlink()
     kept = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in evidence(cut)}
-    assert 3 <= len(kept) < 320
+    assert len(kept) == 5
     assert not (cut / "summary.json").exists()
     resumed = bench(*common, "--out", str(cut))
     assert resumed.returncode == 0, resumed.stderr
-    assert len(evidence(cut)) == 320
+    assert len(evidence(cut)) == 24
     assert {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in kept} == kept
     assert bench(*common, "--out", str(whole)).returncode == 0
     for name in ("summary.json", "summary.txt", "matrix.json"):
         assert (cut / name).read_bytes() == (whole / name).read_bytes()
+
+
+def test_a_run_ends_with_its_runner(dry_harness: Path) -> None:
+    """A harness whose runner is gone does not begin: a run that goes on alone would disturb the next one."""
+    environment = os.environ | {"LLAMA_PHASE_HARNESS_RUNNER": "1"}
+    done = subprocess.run(
+        [str(dry_harness), "--dry-run", "--lengths", "4"], env=environment, timeout=DEADLINE_S, check=False
+    )
+    assert done.returncode == 1
 
 
 def test_another_configuration_is_refused(dry_harness: Path, tmp_path: Path) -> None:

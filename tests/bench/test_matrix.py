@@ -113,13 +113,11 @@ def test_the_flags_say_the_whole_configuration() -> None:
         threads=6, gpu_layers="7", tensor_split=(3.0, 1.5), ctx=8, mtp=True, mtp_draft=9, prompt_seed=10,
         memory_limit_mib=11, dry_run=True,
     )  # fmt: skip
-    assert (
-        setup.flags()
-        == (
-            "--predict 2 --slots 3 --batch 4 --ubatch 5 --cache q8_0 --flash-attn on --threads 6 --gpu-layers 7 --ctx 8 "
-            "--seed 10 --tensor-split 3,1.5 --kv-unified --mtp --mtp-draft 9 --memory-limit-mib 11 --dry-run"
-        ).split()
+    expected = (
+        "--predict 2 --slots 3 --batch 4 --ubatch 5 --cache q8_0 --flash-attn on --threads 6 --gpu-layers 7 --ctx 8 "
+        "--seed 10 --tensor-split 3,1.5 --kv-unified --mtp --mtp-draft 9 --memory-limit-mib 11 --dry-run"
     )
+    assert " ".join(setup.flags()) == expected
 
 
 def test_policies() -> None:
