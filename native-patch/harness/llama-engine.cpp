@@ -46,7 +46,7 @@ complaints & said() {
 void on_log(ggml_log_level level, const char * text, void *) {
     static bool important = false;
     if (level != GGML_LOG_LEVEL_CONT) {
-        important = level == GGML_LOG_LEVEL_ERROR || level == GGML_LOG_LEVEL_WARN;
+        important = level == GGML_LOG_LEVEL_ERROR;
     }
     if (important && said().text.size() < 4000) {
         said().text += text;
