@@ -10,7 +10,8 @@ from rich.table import Table
 
 from proxy.bench import PRIMARY
 
-_WIDTH = 160
+_WIDTH = 220
+_RATIOS = {PRIMARY: "prefill", "prefill_cpu_ms": "CPU"}
 _HEADINGS = {
     PRIMARY: "total prefill",
     "prefill_cpu_ms": "prefill CPU",
@@ -25,22 +26,26 @@ def render(summary: dict[str, Any]) -> str:
     table = Table(box=None, pad_edge=False, header_style="")
     for column in ("policy", "prompts", "runs", *_HEADINGS.values()):
         table.add_column(column, justify="left" if column in ("policy", "prompts") else "right")
-    table.add_column(f"prefill / {summary['base']}", justify="right")
+    for name in _RATIOS.values():
+        table.add_column(f"{name} / {summary['base'].removeprefix('barrier-')}", justify="right")
     for policy in summary["policies"]:
-        ratios = policy["ratio"][PRIMARY]
-        rows = [("both" if len(policy["orders"]) > 1 else "", policy["pooled"], _ratio(ratios))]
+        ratios = [policy["ratio"][name] for name in _RATIOS]
+        rows = [
+            ("both" if len(policy["orders"]) > 1 else "", policy["pooled"], [_ratio(each) for each in ratios])
+        ]
         if len(policy["orders"]) > 1:
             rows += [
-                (name, metrics, _number(ratios["orders"][name])) for name, metrics in policy["orders"].items()
+                (name, metrics, [_number(each["orders"][name]) for each in ratios])
+                for name, metrics in policy["orders"].items()
             ]
-        for index, (order, metrics, ratio) in enumerate(rows):
+        for index, (order, metrics, over_base) in enumerate(rows):
             primary = metrics[PRIMARY]
             table.add_row(
                 policy["policy"] if index == 0 else "",
                 order,
                 str(primary["n"]) if primary else "0",
                 *(_cell(metrics[name]) for name in _HEADINGS),
-                ratio,
+                *over_base,
             )
     out = io.StringIO()
     Console(file=out, width=_WIDTH, color_system=None).print(table)
@@ -49,7 +54,7 @@ def render(summary: dict[str, Any]) -> str:
     head = (
         f"{summary['matrix']['model']}, batch {setup['batch']}/{setup['ubatch']}, cache {setup['cache']}, "
         f"{setup['threads']} thread(s), {setup['predict']} tokens per request; {runs['ok']} of {runs['planned']} runs\n"
-        "medians [quartiles] in ms; a ratio is of medians [quartiles of the ratios of neighbouring runs]"
+        f"medians [quartiles] in {'thousand tokens' if setup['dry_run'] else 'ms'}; a ratio is of medians [quartiles of the ratios of neighbouring runs]"
     )
     lines = [line.rstrip() for line in out.getvalue().rstrip().splitlines()]
     return "\n".join([head, "", *lines])

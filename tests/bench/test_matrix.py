@@ -23,6 +23,7 @@ from proxy.bench.evidence import judge, parse_result
 from proxy.bench.matrix import Run
 from proxy.bench.stats import spread
 from proxy.bench.svg import Axis
+from proxy.cli.bench_report import explain, render
 
 SETUP = Configuration(lengths=(16, 96), predict=8, slots=2, batch=32, ubatch=16)
 
@@ -258,6 +259,33 @@ def test_different_outputs_are_seen(odd: Policy, rule: HashRule, ok: bool) -> No
     assert orders["16,96"]["equal"] is False
     assert orders["16,96"]["equal_barrier"] is (odd is Policy.MIXED)
     assert orders["96,16"]["equal"] is True
+
+
+def test_the_report_names_what_is_wrong() -> None:
+    """The table has a row per policy and order; what forbids to use the numbers is said in a sentence each."""
+    runs = plan_runs(matrix())
+    results = [result(run) for run in runs]
+    good = summarize(matrix(), results, Policy.SERIAL)
+    assert explain(good) == []
+    rows = render(good).splitlines()
+    assert len(rows) == 3 + 1 + 4 * 3
+    assert all("1 [1, 1]" in row for row in rows if "both" in row)
+    results = [
+        Result(run, Outcome.MEMORY, "context", "no room")
+        if run.policy is Policy.GREEDY
+        else result(run, hash=str(run.policy is Policy.MIXED))
+        for run in runs
+    ]
+    bad = summarize(matrix(), results, Policy.SERIAL)
+    assert [line.split(":")[0] for line in explain(bad)] == [
+        "6 of 24 runs",
+        "prompts 16,96",
+        "prompts 96,16",
+    ]
+    assert (
+        "mixed and the barrier policies sampled different tokens (smallest logit gap 0.5)" in explain(bad)[1]
+    )
+    assert "-" in render(bad)
 
 
 def test_different_work_and_missing_runs_are_seen() -> None:
