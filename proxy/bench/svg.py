@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from xml.sax.saxutils import escape
+from html import escape
 
 INK, MUTED, GRID, PAPER = "#1f2328", "#656d76", "#d8dee4", "#ffffff"
 # Told apart by people with any colour vision (Okabe and Ito).
@@ -42,7 +42,7 @@ class Drawing:
         """A line of text; ``y`` is its base line, ``anchor`` start, middle or end."""
         self._shapes.append(
             f"<text x='{x:.2f}' y='{y:.2f}' text-anchor='{anchor}' font-size='{size}' fill='{colour}' "
-            f"{_FONT}>{escape(words)}</text>"
+            f"{_FONT}>{escape(words, quote=False)}</text>"
         )
 
     def render(self, height: float) -> str:
@@ -50,7 +50,7 @@ class Drawing:
         shapes = "\n".join(self._shapes)
         return (
             f"<svg xmlns='http://www.w3.org/2000/svg' width='{self._width}' height='{height:.0f}' "
-            f"viewBox='0 0 {self._width} {height:.0f}' role='img'>\n<title>{escape(self._title)}</title>\n"
+            f"viewBox='0 0 {self._width} {height:.0f}' role='img'>\n<title>{escape(self._title, quote=False)}</title>\n"
             f"<rect width='100%' height='100%' fill='{PAPER}'/>\n{shapes}\n</svg>\n"
         )
 
