@@ -18,7 +18,7 @@ LEAVES = {
     "config",
     "upstream",
 }
-SUBJECTS = {"admission", "backends", "engine"}
+SUBJECTS = {"admission", "backends", "engine", "bench"}
 LAYER_OF = {
     **dict.fromkeys(LEAVES, 1),
     **dict.fromkeys(SUBJECTS, 2),
@@ -58,6 +58,7 @@ PURE = {
         "observe.frames",
     ),
     *("observe.account", "observe.summary"),
+    *("bench.matrix", "bench.evidence", "bench.stats", "bench.summary", "bench.plots", "bench.svg"),
 }
 IMPURE_IMPORTS = {"asyncio", "socket", "subprocess", "time", "logging", "threading", "aiohttp", "os"}
 

@@ -3,6 +3,7 @@
 import click
 
 from proxy import __version__
+from proxy.cli.bench import bench
 from proxy.cli.config import config, init
 from proxy.cli.engine import engine
 from proxy.cli.serve import serve
@@ -20,3 +21,4 @@ cli.add_command(init)
 cli.add_command(config)
 cli.add_command(engine)
 cli.add_command(watch)
+cli.add_command(bench)
