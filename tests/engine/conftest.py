@@ -17,7 +17,7 @@ from tests.engine.enginekit.server import EXACT, Server
 from tests.engine.enginekit.zootable import cell, record
 
 HERE = Path(__file__).resolve().parent
-TEST_TIMEOUT_S, SOAK_TIMEOUT_S = 240, 1800
+TEST_TIMEOUT_S, SOAK_TIMEOUT_S = 900, 3600
 ORACLES_RUNNING = 6
 
 EngineFactory = Callable[..., Server]
