@@ -18,7 +18,7 @@ ALL_POLICIES = ("mixed", "drain", "yield")
 
 
 def _assert_quiet(server: Server) -> None:
-    server.wait_idle(timeout_s=5)
+    server.wait_idle()
     assert server.busy_share(0.5) <= 0.1, "the engine spins"
 
 
@@ -28,7 +28,7 @@ def test_an_empty_prompt_with_children_is_answered(engine: EngineFactory, policy
     """The parent ends without a prompt; its orphan is promoted, answers, and nothing spins."""
     server = engine(policy=policy)
     body: dict[str, Any] = {"prompt": "", "n_cmpl": 2, "n_predict": 5, "stream": stream}
-    exchange = server.start(body).finish(timeout_s=10)
+    exchange = server.start(body).finish()
     assert exchange.status == 200, exchange.describe()
     _assert_quiet(server)
 
@@ -142,3 +142,20 @@ def test_a_prompt_that_ends_in_a_picture(engine: EngineFactory, policy: str) -> 
         assert_equal_tokens(found.json()["tokens"], alone.json()["tokens"], "in company")
     other.ok()
     assert server.post("/completion", media_prompt(server, 50, " and then")).status == 200
+
+
+@pytest.mark.parametrize("policy", ALL_POLICIES)
+@pytest.mark.parametrize("kind", ["ngram-mod", "ngram-map-k"])
+def test_the_drafts_of_all_slots_fit_into_a_batch(
+    engine: EngineFactory, oracle: OracleFactory, policy: str, kind: str
+) -> None:
+    """Four slots whose n-gram drafts together are longer than the batch: the right answers, no abort."""
+    prompts = (words(10 + 20 * (seed % 4), seed) for seed in range(60))
+    wanted = oracle("llama-loopy").steady(prompts, 4, 300)
+    server = engine("llama-loopy", policy, (*EXACT, "-b", "64", "--spec-type", kind))
+    for _ in range(3):
+        started = [server.start(reference.body) for reference in wanted]
+        for exchange, reference in zip(started, wanted, strict=True):
+            assert_equal_tokens(exchange.ok().token_ids, reference.tokens, "a drafted answer")
+    drafted = sum(exchange.final["timings"].get("draft_n", 0) for exchange in started)
+    assert drafted > 0
