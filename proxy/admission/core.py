@@ -5,12 +5,13 @@ Every step ends with the decision for each model that was touched, so that capac
 tickets never meet without a grant.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import assert_never
 
-from proxy.admission import accounts, life, mirror
+from proxy.admission import accounts, life, mirror, shape
 from proxy.admission.decide import decide, gate_error
+from proxy.admission.entry import Budget, Entry
 from proxy.admission.events import (
     ArmTimer,
     Arrived,
@@ -38,7 +39,7 @@ from proxy.admission.events import (
 )
 from proxy.admission.ledger import Charge, Ledger
 from proxy.admission.records import TicketSpec
-from proxy.admission.state import Budget, Entry, Room, State
+from proxy.admission.state import Room, State
 from proxy.errors import ErrorCode, ProxyError
 from proxy.types import AdminState, BackendKey, Outcome, Snapshot, TicketState
 
@@ -133,7 +134,7 @@ def _arrived(state: State, spec: TicketSpec, rooms: dict[str, Room], now: float)
     entry = Entry(spec, state.arrivals, now, now, account, senior_at=now)
     _, entry.need = accounts.estimate(room, entry)
     state.tickets[spec.id] = entry
-    room.line_up(entry)
+    room.queue.add(entry)
     if state.closed is not None:
         return life.refuse(state, entry, state.closed, now)
     if room.admin is not AdminState.ENABLED and room.gate_mode == "reject":
@@ -312,6 +313,7 @@ def _seen(state: State, snapshot: Snapshot, rooms: dict[str, Room], now: float) 
     gone = ledger.observe(snapshot)
     effects = _freed(state, gone, now)
     effects += mirror.reflect(state, room, snapshot, now)
+    ledger.pace.observe(snapshot, sum(entry.charged for entry in _at_work(state, ledger)))
     if ledger.disputed > before:
         effects.append(Mismatch(key, ledger.disputed))
     return effects
@@ -359,8 +361,12 @@ def _next_wake(state: State, now: float) -> float | None:
         times += [book.mirror_changes_at() for book in room.books.values() if room.queue or book.charges]
         patience = state.limits.wide_patience_s
         times += [entry.wide_since + patience for entry in room.queue if entry.wide_since is not None]
+        if state.limits.shape:
+            overs = (shape.over_at(entry, state.limits) for entry in room.queue)
+            times += [over for over in overs if over is not None]
         if state.limits.age_after_s is not None:
-            times += [entry.senior_at + state.limits.age_after_s for entry in room.queue]
+            young = room.queue.younger_than(now - state.limits.age_after_s)
+            times += [] if young is None else [young.senior_at + state.limits.age_after_s]
     # deadlines that are due were expired in this step; what else is past has had its effect
     return min((at for at in times if at > now), default=None)
 
@@ -370,6 +376,13 @@ def _forget_dropped(state: State, rooms: dict[str, Room]) -> None:
     for room in rooms.values():
         if room.dropped and not room.queue and not room.books:
             del state.rooms[room.model]
+
+
+def _at_work(state: State, ledger: Ledger) -> Iterator[Entry]:
+    for charge in ledger.charges.values():
+        entry = state.tickets.get(charge.ticket)
+        if charge.begun and not charge.recalled and entry is not None:
+            yield entry
 
 
 def _freed(state: State, gone: Iterable[Charge], now: float) -> list[Effect]:

@@ -6,9 +6,10 @@ Every function returns the effects of what it did. Nothing else moves a ticket.
 from collections.abc import Iterator
 
 from proxy.admission import accounts
+from proxy.admission.entry import TRANSITIONS, Budget, Entry, IllegalTransitionError
 from proxy.admission.events import Effect, Ended, Finished, Returned, Waited
 from proxy.admission.records import Ending, outcome_of
-from proxy.admission.state import TRANSITIONS, Budget, Entry, IllegalTransitionError, Room, State
+from proxy.admission.state import Room, State
 from proxy.errors import ErrorCode, ProxyError
 from proxy.types import Outcome, Reason, TicketState
 
@@ -102,7 +103,7 @@ def requeue(room: Room, entry: Entry, now: float) -> list[Effect]:
     entry.grant = entry.granted_at = entry.cohort = None
     entry.cost = 0
     effects = move(entry, TicketState.QUEUED, None, now)
-    room.line_up(entry)
+    room.queue.add(entry)
     room.shares.of(entry.account).come_back(entry.account)
     return [*effects, Returned(entry.spec.id, entry.spec.model)]
 
