@@ -70,7 +70,8 @@ class Entry:
     one was first passed over for its length.
     `ended` is set when it was ended from elsewhere, `outcome` once it is settled (a cancelling ticket
     has one already). `recalling` is set from the recall to the return, `committed` once the engine
-    answered; `recalls` counts returns.
+    answered; `recalls` counts returns. `promised`: it came back as it was told to after a
+    refusal.
     """
 
     spec: TicketSpec
@@ -86,6 +87,7 @@ class Entry:
     reported: bool = False
     recalling: bool = False
     committed: bool = False
+    promised: bool = False
     recalls: int = 0
     state: TicketState = TicketState.QUEUED
     reason: Reason | None = None

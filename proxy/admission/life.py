@@ -191,10 +191,13 @@ def expire(state: State, now: float) -> Iterator[tuple[Room, list[Effect]]]:
         yield room, end(state, entry, error, now)
 
 
-def retry_after_s(room: Room, now: float) -> float:
-    """Return when a client refused by this model should come back, in seconds."""
-    slots = sum(ledger.info.slots for ledger in room.books.values())
-    return room.turnover.retry_after_s(now, len(room.queue), slots)
+def retry_after_s(room: Room, now: float, *, ahead: int | None = None) -> float:
+    """Return when a client refused by this model should come back, in seconds.
+
+    `ahead` requests have to be served until then (None: all that wait).
+    """
+    in_flight = sum(ledger.info.slots + int(ledger.phased) for ledger in room.books.values())
+    return room.turnover.retry_after_s(now, len(room.queue) if ahead is None else ahead, in_flight)
 
 
 def _limit(state: State, entry: Entry, budget: Budget) -> float | None:

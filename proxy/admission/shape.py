@@ -2,12 +2,14 @@
 
 Everybody in a cohort waits until all are read, so one long prompt costs each of its companions its whole
 reading time. What it loses by waiting is one generation: the next cohort comes when this one has answered.
-So a prompt is left out when
+And an empty
+place is lost to all who wait behind it: each of them is served one place, a generation's share, later. So
+a prompt is left out when
 
-    companions * its tokens  >  ratio * (tokens that could be read during a generation)
+    companions * its tokens  >  ratio * (tokens read in a generation's time) * (1 + waiting behind / slots)
 
-and joins otherwise: where reading is cheap beside answering nothing is ever left out. Both speeds are
-learned from what the engine shows. A prompt that was passed over waits for shape's sake at most
+and joins otherwise: where reading is cheap beside answering, or the queue long, cohorts are full. Both
+speeds are learned from what the engine shows. A prompt that was passed over waits for shape's sake at most
 `shape_max_wait_s`, counted from the first cohort that it could have joined; then it goes with the next.
 
 Under `drain` a ticket that an engine has queued is bound to its next cohort. With shaping on, nothing is
@@ -104,7 +106,9 @@ def _members(limits: Limits, book: Ledger, rest: list[Entry], now: float) -> lis
     for entry in [*line_up, *rest[len(compete) :]]:
         if len(taken) >= room_left:
             break
-        if entry not in taken and company * entry.need <= limits.shape_ratio * worth:
+        behind = len(rest) - len(taken) - 1
+        loss = worth * (1.0 + behind / book.info.slots)
+        if entry not in taken and company * entry.need <= limits.shape_ratio * loss:
             taken.append(entry)
             company += 1
     return taken

@@ -11,7 +11,7 @@ from proxy.admission.estimate import Lengths
 from proxy.admission.fair import Book
 from proxy.admission.ledger import Charge, Ledger
 from proxy.admission.records import GateMode, Limits
-from proxy.admission.retry import Turnover
+from proxy.admission.retry import Returns, Turnover
 from proxy.admission.waiting import Queue
 from proxy.errors import ProxyError
 from proxy.types import AdminState, BackendKey
@@ -37,6 +37,7 @@ class Room:
     dropped: bool = False
     swap_wait: bool = False
     turnover: Turnover = field(default_factory=Turnover)
+    returns: Returns = field(default_factory=Returns)
     shares: Book = field(default_factory=Book)
     lengths: Lengths = field(default_factory=Lengths)
     turns: int = 0
