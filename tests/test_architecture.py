@@ -59,6 +59,18 @@ PURE = {
     ),
     *("observe.account", "observe.summary"),
     *("bench.matrix", "bench.evidence", "bench.stats", "bench.summary", "bench.plots", "bench.svg"),
+    *("admission.accounts", "admission.core", "admission.cost", "admission.decide", "admission.door"),
+    *("admission.fair", "admission.ledger", "admission.life", "admission.mirror", "admission.order"),
+    *(
+        "admission.entry",
+        "admission.estimate",
+        "admission.pace",
+        "admission.place",
+        "admission.recall",
+        "admission.records",
+    ),
+    *("admission.retry", "admission.shape", "admission.state", "admission.views", "admission.waiting"),
+    *("backends.lifecycle", "backends.command", "backends.slots"),
 }
 IMPURE_IMPORTS = {"asyncio", "socket", "subprocess", "time", "logging", "threading", "aiohttp", "os"}
 

@@ -5,18 +5,20 @@ Every step ends with the decision for each model that was touched, so that capac
 tickets never meet without a grant.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import assert_never
 
-from proxy.admission import life, mirror
-from proxy.admission.decide import decide, gate_error
+from proxy.admission import accounts, door, life, mirror, shape
+from proxy.admission.decide import decide
+from proxy.admission.entry import Budget, Entry
 from proxy.admission.events import (
     ArmTimer,
     Arrived,
     BackendDown,
     BackendReady,
     Cancelled,
+    Committed,
     Configured,
     Effect,
     Event,
@@ -28,15 +30,17 @@ from proxy.admission.events import (
     ModelEnded,
     Poke,
     Released,
+    Reported,
+    Requeued,
     Seen,
     ShutDown,
+    SwapWait,
     Tick,
 )
-from proxy.admission.ledger import Ledger
-from proxy.admission.records import TicketSpec
-from proxy.admission.state import Budget, Entry, Room, State
+from proxy.admission.ledger import Charge, Ledger
+from proxy.admission.state import Room, State
 from proxy.errors import ErrorCode, ProxyError
-from proxy.types import AdminState, BackendKey, Outcome, Snapshot, TicketState
+from proxy.types import BackendKey, Outcome, Snapshot, TicketState
 
 
 def step(state: State, event: Event, now: float) -> list[Effect]:
@@ -55,7 +59,7 @@ def step(state: State, event: Event, now: float) -> list[Effect]:
     for room in rooms.values():
         effects += decide(state, room, now, arrived=isinstance(event, Arrived))
     if isinstance(event, Arrived):
-        effects += _bounded(state, event.spec, now, again=due)
+        effects += door.bounded(state, event.spec, now, again=due)
     _forget_dropped(state, rooms)
     at = _next_wake(state, now)
     if at != state.timer:
@@ -67,7 +71,8 @@ def step(state: State, event: Event, now: float) -> list[Effect]:
 def _apply(state: State, event: Event, rooms: dict[str, Room], now: float) -> list[Effect]:
     match event:
         case Arrived(spec):
-            return _arrived(state, spec, rooms, now)
+            room = rooms[spec.model] = state.room(spec.model)
+            return door.enter(state, room, spec, now)
         case Released():
             return _released(state, event, rooms, now)
         case Cancelled(ticket, error):
@@ -75,6 +80,16 @@ def _apply(state: State, event: Event, rooms: dict[str, Room], now: float) -> li
             return [] if entry is None else _touch(state, entry, rooms, life.end(state, entry, error, now))
         case FirstByte(ticket):
             return _first_byte(state, ticket, now)
+        case Committed(ticket):
+            return _committed(state, ticket, rooms)
+        case Requeued(ticket):
+            return _requeued(state, ticket, rooms, now)
+        case Reported():
+            return _reported(state, event)
+        case SwapWait(model, waiting):
+            room = rooms[model] = state.room(model)
+            room.swap_wait = waiting
+            return []
         case BackendReady(key, info):
             return _ready(state, Ledger(key, info, now, state.limits.stale_after_s), rooms, now)
         case BackendDown(key, error):
@@ -111,71 +126,22 @@ def _apply(state: State, event: Event, rooms: dict[str, Room], now: float) -> li
             assert_never(event)
 
 
-def _arrived(state: State, spec: TicketSpec, rooms: dict[str, Room], now: float) -> list[Effect]:
-    room = rooms[spec.model] = state.room(spec.model)
-    room.dropped = False
-    state.arrivals += 1
-    entry = Entry(spec, state.arrivals, now, now)
-    state.tickets[spec.id] = entry
-    room.queue.append(entry)
-    if state.closed is not None:
-        return life.refuse(state, entry, state.closed, now)
-    if room.admin is not AdminState.ENABLED and room.gate_mode == "reject":
-        return life.refuse(state, entry, gate_error(room, now), now)
-    return []
-
-
-def _bounded(state: State, spec: TicketSpec, now: float, *, again: bool) -> list[Effect]:
-    """Refuse a newcomer that would have to wait where a bound is already reached.
-
-    `again`: more than the arrival changed in this step, so the newcomer may have stood in the way of
-    somebody who fits now.
-    """
-    entry = state.tickets.get(spec.id)
-    if entry is None or not entry.waiting:
-        return []
-    room = state.room(spec.model)
-    over = _over_a_bound(state, room, spec)
-    if over is None:
-        return []
-    error = ProxyError(*over, retry_after_s=life.retry_after_s(room, now))
-    effects = life.refuse(state, entry, error, now)
-    return effects + decide(state, room, now) if again else effects
-
-
-def _over_a_bound(state: State, room: Room, spec: TicketSpec) -> tuple[ErrorCode, str] | None:
-    limits = state.limits
-    bound, where = limits.of(spec.model).max_queue, f"models.{spec.model}.max_queue"
-    if bound is None:
-        bound, where = limits.max_queue, "admission.max_queue"
-    if bound is not None and len(room.queue) > bound:
-        return ErrorCode.QUEUE_FULL, f"{bound} requests are already waiting for {spec.model} ({where})"
-    if spec.max_queue is not None:
-        mine = sum(1 for entry in state.waiting() if entry.spec.key == spec.key)
-        if mine > spec.max_queue:
-            text = f"{spec.max_queue} requests of this API key are already waiting (its max_queue)"
-            return ErrorCode.KEY_QUEUE_FULL, text
-    cap = limits.max_queued_bytes
-    if cap is not None and sum(entry.spec.body_bytes for entry in state.waiting()) > cap:
-        return ErrorCode.QUEUE_FULL, f"the waiting bodies reached admission.max_queued_bytes ({cap})"
-    return None
-
-
 def _released(state: State, event: Released, rooms: dict[str, Room], now: float) -> list[Effect]:
     entry = state.tickets.get(event.ticket)
     if entry is None:
         return []
     room = rooms[entry.spec.model] = state.room(entry.spec.model)
     effects = life.settle(entry, event.outcome, event.code, now)
-    ledger = state.ledger_of(entry)
-    charge = None if ledger is None else ledger.charges.get(event.ticket)
-    if ledger is None or charge is None:
+    held = state.charge_of(entry)
+    if held is None:
         return effects + life.remove(state, entry, now)
+    ledger, charge = held
     if charge.released_at is not None:
         return effects
-    if ledger.release(event.ticket, now, upstream_open=event.upstream_open):
+    if ledger.release(charge.tag, now, upstream_open=event.upstream_open):
         if entry.outcome is Outcome.COMPLETED and entry.granted_at is not None:
             room.turnover.served(now - entry.granted_at, entry.cost)
+            ledger.turnover.served(now - entry.granted_at, entry.cost)
         return effects + life.remove(state, entry, now)
     if entry.state is not TicketState.CANCELLING:
         effects += life.move(entry, TicketState.CANCELLING, None, now)
@@ -188,7 +154,50 @@ def _first_byte(state: State, ticket: str, now: float) -> list[Effect]:
     waits = {TicketState.GRANTED, TicketState.NATIVE_QUEUED, TicketState.PREFILL, TicketState.READY}
     if entry is None or entry.state not in waits or not entry.spec.stream:
         return []
+    held = state.charge_of(entry)
+    if held is not None:
+        held[1].begun = True
     return life.move(entry, TicketState.GENERATING, None, now)
+
+
+def _committed(state: State, ticket: str, rooms: dict[str, Room]) -> list[Effect]:
+    entry = state.tickets.get(ticket)
+    if entry is None or entry.grant is None:
+        return []
+    entry.committed = True
+    if not entry.recalling:
+        return []
+    # a recall that came too late is void; who was to profit from it may want another ticket's place
+    entry.recalling = False
+    return _touch(state, entry, rooms, [])
+
+
+def _requeued(state: State, ticket: str, rooms: dict[str, Room], now: float) -> list[Effect]:
+    entry = state.tickets.get(ticket)
+    held = None if entry is None else state.charge_of(entry)
+    if entry is None or held is None or not entry.recalling or entry.outcome is not None:
+        return []
+    ledger, charge = held
+    room = rooms[entry.spec.model] = state.room(entry.spec.model)
+    charge.recalled = True
+    ledger.release(charge.tag, now, upstream_open=True)
+    effects = life.requeue(room, entry, now)
+    if state.closed is not None:
+        effects += life.end_waiting(state, entry, state.closed, now)
+    elif room.dropped:
+        gone = ProxyError(ErrorCode.MODEL_NOT_FOUND, f"{room.model} was removed from the configuration")
+        effects += life.end_waiting(state, entry, gone, now)
+    return [*effects, Poke(ledger.key)]
+
+
+def _reported(state: State, event: Reported) -> list[Effect]:
+    entry = state.tickets.get(event.ticket)
+    if entry is not None:
+        room = state.room(entry.spec.model)
+        accounts.reported(
+            room, entry, state.limits, event.prompt_tokens, event.cached_tokens, event.generated_tokens
+        )
+    return []
 
 
 def _ready(state: State, ledger: Ledger, rooms: dict[str, Room], now: float) -> list[Effect]:
@@ -205,7 +214,7 @@ def _ready(state: State, ledger: Ledger, rooms: dict[str, Room], now: float) -> 
         effects += _down(state, known.key, error, rooms, now)
     rooms[key.model] = room
     room.books[key.backend] = ledger
-    room.load_asked = room.went_down = False
+    room.load_asked = room.went_down = room.swap_wait = False
     return effects
 
 
@@ -223,7 +232,8 @@ def _down(
     del room.books[key.backend]
     if not room.books:
         room.load_asked, room.went_down = False, True
-    return _all(life.end_orphan(state, state.tickets[ticket], error, now) for ticket in ledger.charges)
+    mine = [state.tickets[charge.ticket] for charge in ledger.charges.values() if not charge.recalled]
+    return _all(life.end_orphan(state, entry, error, now) for entry in mine)
 
 
 def _load_failed(
@@ -232,7 +242,7 @@ def _load_failed(
     room = state.rooms.get(model)
     if room is None:
         return []
-    room.load_asked = False
+    room.load_asked = room.swap_wait = False
     if room.books:
         return []
     rooms[model] = room
@@ -249,8 +259,9 @@ def _seen(state: State, snapshot: Snapshot, rooms: dict[str, Room], now: float) 
     rooms[key.model] = room
     before = ledger.disputed
     gone = ledger.observe(snapshot)
-    effects = _all(life.remove(state, state.tickets[ticket], now) for ticket in gone)
+    effects = _freed(state, gone, now)
     effects += mirror.reflect(state, room, snapshot, now)
+    ledger.pace.observe(snapshot, sum(entry.charged for entry in _at_work(state, ledger)))
     if ledger.disputed > before:
         effects.append(Mismatch(key, ledger.disputed))
     return effects
@@ -283,7 +294,7 @@ def _time_passed(state: State, rooms: dict[str, Room], now: float) -> list[Effec
     for room in state.rooms.values():
         rooms[room.model] = room
         for ledger in room.books.values():
-            effects += _all(life.remove(state, state.tickets[t], now) for t in ledger.settle(now))
+            effects += _freed(state, ledger.settle(now), now)
     for room, ended in life.expire(state, now):
         rooms[room.model] = room
         effects += ended
@@ -298,6 +309,12 @@ def _next_wake(state: State, now: float) -> float | None:
         times += [book.mirror_changes_at() for book in room.books.values() if room.queue or book.charges]
         patience = state.limits.wide_patience_s
         times += [entry.wide_since + patience for entry in room.queue if entry.wide_since is not None]
+        if state.limits.shape:
+            overs = (shape.over_at(entry, state.limits) for entry in room.queue)
+            times += [over for over in overs if over is not None]
+        if state.limits.age_after_s is not None:
+            young = room.queue.younger_than(now - state.limits.age_after_s)
+            times += [] if young is None else [young.senior_at + state.limits.age_after_s]
     # deadlines that are due were expired in this step; what else is past has had its effect
     return min((at for at in times if at > now), default=None)
 
@@ -307,6 +324,20 @@ def _forget_dropped(state: State, rooms: dict[str, Room]) -> None:
     for room in rooms.values():
         if room.dropped and not room.queue and not room.books:
             del state.rooms[room.model]
+
+
+def _at_work(state: State, ledger: Ledger) -> Iterator[Entry]:
+    for charge in ledger.charges.values():
+        entry = state.tickets.get(charge.ticket)
+        if charge.begun and not charge.recalled and entry is not None:
+            yield entry
+
+
+def _freed(state: State, gone: Iterable[Charge], now: float) -> list[Effect]:
+    """End the tickets of grants that the engine let go of; a recalled one's ticket lives on."""
+    return _all(
+        life.remove(state, state.tickets[charge.ticket], now) for charge in gone if not charge.recalled
+    )
 
 
 def _touch(state: State, entry: Entry, rooms: dict[str, Room], effects: list[Effect]) -> list[Effect]:

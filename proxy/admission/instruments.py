@@ -2,12 +2,16 @@
 
 from collections import Counter
 from collections.abc import Iterable
+from itertools import islice
 
-from proxy.admission.events import Effect, Finished, Granted, Mismatch, Waited
+from proxy.admission.events import Effect, Finished, Granted, Mismatch, Returned, Waited
 from proxy.admission.state import State
+from proxy.admission.views import shares
 from proxy.metrics import Metrics
 from proxy.types import Outcome, Reason, TicketState
 
+_KEYS_LIMIT = 64
+_OTHER = "other"
 _LIVE = tuple(state for state in TicketState if state is not TicketState.DONE)
 
 
@@ -21,13 +25,16 @@ class Instruments:
         self._metrics = metrics
         self._models: tuple[str, ...] = ()
         self._priorities: tuple[str, ...] = ()
+        self._keys: tuple[str, ...] = ()
 
-    def configure(self, models: Iterable[str], priorities: Iterable[str]) -> None:
-        """Set the closed vocabularies of the labels."""
+    def configure(self, models: Iterable[str], priorities: Iterable[str], keys: Iterable[str] = ()) -> None:
+        """Set the closed vocabularies of the labels; of the keys the first 64 have a series of their own."""
         self._models = tuple(models)
         self._priorities = tuple(priorities)
+        self._keys = tuple(islice(keys, _KEYS_LIMIT))
         for model in self._models:
             self._metrics.wide_requests.labels(model)
+            self._metrics.recalls.labels(model)
             for reason in Reason:
                 self._metrics.hold_seconds.labels(model, reason)
 
@@ -39,6 +46,8 @@ class Instruments:
                 metrics.hold_seconds.labels(model, reason).inc(seconds)
             case Granted(grant=grant, wide=True):
                 metrics.wide_requests.labels(grant.key.model).inc()
+            case Returned(model=model):
+                metrics.recalls.labels(model).inc()
             case Mismatch(key=key):
                 metrics.mirror_mismatch.labels(key.model, key.backend).inc()
             case Finished(ending=ending) if ending.queued_s > 0 or ending.outcome is not Outcome.REJECTED:
@@ -60,6 +69,7 @@ class Instruments:
             size[key] += 1
             held[key] += entry.spec.body_bytes
             oldest[key] = max(oldest.get(key, 0.0), now - entry.arrived_at)
+        self._refresh_keys(state)
         for model in self._models:
             for place in _LIVE:
                 metrics.inflight.labels(model, place).set(inflight[model, place])
@@ -68,3 +78,10 @@ class Instruments:
                 metrics.queue_size.labels(*key).set(size[key])
                 metrics.queue_bytes.labels(*key).set(held[key])
                 metrics.queue_oldest.labels(*key).set(oldest.get(key, 0.0))
+
+    def _refresh_keys(self, state: State) -> None:
+        """Show the keys' counters; of all who have no series of their own the one that is furthest ahead."""
+        counters = shares(state)
+        for key in self._keys:
+            self._metrics.key_counter.labels(key).set(counters.pop(key, 0.0))
+        self._metrics.key_counter.labels(_OTHER).set(max(counters.values(), default=0.0))

@@ -5,9 +5,11 @@ Every function returns the effects of what it did. Nothing else moves a ticket.
 
 from collections.abc import Iterator
 
-from proxy.admission.events import Effect, Ended, Finished, Waited
+from proxy.admission import accounts
+from proxy.admission.entry import TRANSITIONS, Budget, Entry, IllegalTransitionError
+from proxy.admission.events import Effect, Ended, Finished, Returned, Waited
 from proxy.admission.records import Ending, outcome_of
-from proxy.admission.state import TRANSITIONS, Budget, Entry, IllegalTransitionError, Room, State
+from proxy.admission.state import Room, State
 from proxy.errors import ErrorCode, ProxyError
 from proxy.types import Outcome, Reason, TicketState
 
@@ -61,6 +63,7 @@ def settle(entry: Entry, outcome: Outcome, code: str, now: float) -> list[Effect
     """Give a ticket its one outcome; a second one is ignored."""
     if entry.outcome is not None:
         return []
+    accounts.ended(entry, outcome)
     entry.outcome = outcome
     entry.finished_at = now
     return [
@@ -81,11 +84,28 @@ def settle(entry: Entry, outcome: Outcome, code: str, now: float) -> list[Effect
 
 def remove(state: State, entry: Entry, now: float) -> list[Effect]:
     """Take a ticket out of everything: its place in the queue and the list of the living."""
+    room = state.room(entry.spec.model)
+    shares = room.shares.of(entry.account)
     if entry.waiting:
-        state.room(entry.spec.model).queue.remove(entry)
+        room.queue.remove(entry)
+        shares.go(entry.account)
     effects = move(entry, TicketState.DONE, None, now)
     del state.tickets[entry.spec.id]
+    shares.leave(entry.account)
     return effects
+
+
+def requeue(room: Room, entry: Entry, now: float) -> list[Effect]:
+    """Put a recalled ticket back where it stood; what its grant was charged is given back."""
+    accounts.refund(entry)
+    entry.recalling = False
+    entry.recalls += 1
+    entry.grant = entry.granted_at = entry.cohort = None
+    entry.cost = 0
+    effects = move(entry, TicketState.QUEUED, None, now)
+    room.queue.add(entry)
+    room.shares.of(entry.account).come_back(entry.account)
+    return [*effects, Returned(entry.spec.id, entry.spec.model)]
 
 
 def end_waiting(state: State, entry: Entry, error: ProxyError, now: float) -> list[Effect]:
@@ -171,10 +191,13 @@ def expire(state: State, now: float) -> Iterator[tuple[Room, list[Effect]]]:
         yield room, end(state, entry, error, now)
 
 
-def retry_after_s(room: Room, now: float) -> float:
-    """Return when a client refused by this model should come back, in seconds."""
-    slots = sum(ledger.info.slots for ledger in room.books.values())
-    return room.turnover.retry_after_s(now, len(room.queue), slots)
+def retry_after_s(room: Room, now: float, *, ahead: int | None = None) -> float:
+    """Return when a client refused by this model should come back, in seconds.
+
+    `ahead` requests have to be served until then (None: all that wait).
+    """
+    in_flight = sum(ledger.info.slots + int(ledger.phased) for ledger in room.books.values())
+    return room.turnover.retry_after_s(now, len(room.queue) if ahead is None else ahead, in_flight)
 
 
 def _limit(state: State, entry: Entry, budget: Budget) -> float | None:

@@ -5,110 +5,16 @@ Only the core changes it; everybody else reads views.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from enum import StrEnum
 
-from proxy.admission.ledger import Ledger
-from proxy.admission.records import GateMode, Grant, Limits, TicketSpec
-from proxy.admission.retry import Turnover
+from proxy.admission.entry import Entry
+from proxy.admission.estimate import Lengths
+from proxy.admission.fair import Book
+from proxy.admission.ledger import Charge, Ledger
+from proxy.admission.records import GateMode, Limits
+from proxy.admission.retry import Returns, Turnover
+from proxy.admission.waiting import Queue
 from proxy.errors import ProxyError
-from proxy.types import AdminState, BackendKey, Outcome, Reason, TicketState
-
-
-class IllegalTransitionError(Exception):
-    """A ticket was told to go where its table does not lead; nothing was changed."""
-
-
-_ENGINE = frozenset(
-    {
-        TicketState.NATIVE_QUEUED,
-        TicketState.PREFILL,
-        TicketState.READY,
-        TicketState.GENERATING,
-        TicketState.PAUSED,
-    }
-)
-_OUT = frozenset({TicketState.CANCELLING, TicketState.DONE})
-
-TRANSITIONS: dict[TicketState, frozenset[TicketState]] = {
-    TicketState.QUEUED: frozenset({TicketState.GRANTED, TicketState.DONE}),
-    TicketState.GRANTED: _ENGINE | _OUT,
-    # polling skips states, and a full cache sends members back to the engine's queue
-    **{state: (_ENGINE - {state}) | _OUT for state in _ENGINE},
-    TicketState.CANCELLING: frozenset({TicketState.DONE}),
-    TicketState.DONE: frozenset(),
-}
-
-
-class Budget(StrEnum):
-    """Clocks that run while a ticket waits; each has its own limit and its own error code."""
-
-    QUEUE = "queue"
-    LOAD = "load"
-    GATE = "gate"
-
-
-_BUDGET_OF_REASON: dict[Reason, Budget] = {
-    Reason.GATE_BLOCKED: Budget.GATE,
-    Reason.MODEL_DRAINING: Budget.GATE,
-    Reason.MODEL_LOADING: Budget.LOAD,
-    Reason.BACKEND_DOWN: Budget.LOAD,
-    Reason.SWAP_WAIT: Budget.LOAD,
-    Reason.NO_FREE_SLOT: Budget.QUEUE,
-    Reason.COHORT_SEALED: Budget.QUEUE,
-    Reason.COHORT_SHAPE: Budget.QUEUE,
-    Reason.FAIRNESS: Budget.QUEUE,
-    Reason.WIDE_REQUEST: Budget.QUEUE,
-}
-
-
-@dataclass(slots=True, eq=False)
-class Entry:
-    """One live ticket.
-
-    `number` is its arrival rank. `since` is when (state, reason) last changed; `lived`, `held` and
-    `spent` hold the seconds of what came before, by state, reason and budget; `due` remembers the deadline that
-    follows from them while `due_known`. `wide_since` is when a wide ticket first stood at the head.
-    `ended` is set when it was ended from elsewhere, `outcome` once it is settled (a cancelling ticket
-    has one already).
-    """
-
-    spec: TicketSpec
-    number: int
-    arrived_at: float
-    since: float
-    state: TicketState = TicketState.QUEUED
-    reason: Reason | None = None
-    grant: Grant | None = None
-    granted_at: float | None = None
-    cost: int = 0
-    tokens: int = 0
-    cohort: int | None = None
-    wide_since: float | None = None
-    lived: dict[TicketState, float] = field(default_factory=dict)
-    held: dict[Reason, float] = field(default_factory=dict)
-    spent: dict[Budget, float] = field(default_factory=dict)
-    due: float | None = None
-    due_known: bool = False
-    ended: ProxyError | None = None
-    outcome: Outcome | None = None
-    finished_at: float | None = None
-
-    @property
-    def waiting(self) -> bool:
-        """Whether it stands in the proxy's queue."""
-        return self.state is TicketState.QUEUED
-
-    @property
-    def budget(self) -> Budget | None:
-        """The clock that runs now: queueing counts in the proxy, in the engine and at the barrier."""
-        if self.reason is not None:
-            return _BUDGET_OF_REASON[self.reason]
-        return Budget.QUEUE if self.state is TicketState.READY else None
-
-    def queued_s(self, now: float) -> float:
-        """Seconds in the proxy's queue so far."""
-        end = self.granted_at if self.granted_at is not None else self.finished_at
-        return (now if end is None else end) - self.arrived_at
+from proxy.types import AdminState, BackendKey
 
 
 @dataclass(slots=True)
@@ -123,13 +29,19 @@ class Room:
     admin: AdminState = AdminState.ENABLED
     gate_reason: str = ""
     gate_mode: GateMode = "hold"
-    queue: list[Entry] = field(default_factory=list)
+    queue: Queue = field(default_factory=Queue)
     books: dict[str, Ledger] = field(default_factory=dict)
     retired: dict[str, int] = field(default_factory=dict)
     load_asked: bool = False
     went_down: bool = False
     dropped: bool = False
+    swap_wait: bool = False
     turnover: Turnover = field(default_factory=Turnover)
+    returns: Returns = field(default_factory=Returns)
+    shares: Book = field(default_factory=Book)
+    lengths: Lengths = field(default_factory=Lengths)
+    turns: int = 0
+    """Grants since the last turn by age."""
 
     def ledger(self, key: BackendKey) -> Ledger | None:
         """Return the books of exactly this generation, None when it is not (or no longer) ready."""
@@ -166,3 +78,11 @@ class State:
             return None
         room = self.rooms.get(entry.spec.model)
         return None if room is None else room.ledger(entry.grant.key)
+
+    def charge_of(self, entry: Entry) -> tuple[Ledger, Charge] | None:
+        """Return the books and the charge of a ticket's present grant."""
+        ledger = self.ledger_of(entry)
+        if ledger is None or entry.grant is None:
+            return None
+        charge = ledger.charges.get(entry.grant.tag)
+        return None if charge is None else (ledger, charge)

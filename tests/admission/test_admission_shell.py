@@ -12,10 +12,11 @@ from proxy.admission.events import Granted
 from proxy.errors import ErrorCode, ProxyError
 from proxy.metrics import Metrics
 from proxy.settings import Admission as AdmissionSettings
-from proxy.settings import Budgets, Model, Settings
+from proxy.settings import ApiKey, Budgets, Model, Server, Settings
 from proxy.types import (
     AdminState,
     EngineInfo,
+    EnginePhase,
     MemberState,
     Outcome,
     PhasePolicy,
@@ -430,6 +431,93 @@ async def test_a_late_release_spares_the_next_owner_of_its_id(make):
     assert empty(admission)
 
 
+def running(admission, *slots, phase=EnginePhase.GENERATE):
+    """A snapshot of a cohort at work: (tag, member) per slot."""
+    now = admission.now()
+    shown = tuple(
+        SlotView(i, True, tag=tag, member=member, cohort=1) for i, (tag, member) in enumerate(slots)
+    )
+    return Snapshot(KEY, now, now, shown, native=True, phase=phase, sealed=True, cohort=1)
+
+
+async def recalled_standby(make):
+    """One ticket generates, the standby is asked back for a ticket of a higher class."""
+    admission = make(slots=1, policy=PhasePolicy.DRAIN)
+    first, standby = admission.submit(spec("a")), admission.submit(spec("b"))
+    await standby.granted()
+    await asyncio.sleep(0.001)
+    admission.snapshot(running(admission, ("a.1", MemberState.GENERATE)))
+    urgent = admission.submit(spec("c", priority=10))
+    await asyncio.wait_for(asyncio.shield(standby.recalled), DEADLINE_S)
+    assert not first.recalled.done()
+    return admission, first, standby, urgent
+
+
+async def test_a_recalled_ticket_waits_again_and_is_granted_under_another_tag(make, metrics):
+    admission, first, standby, urgent = await recalled_standby(make)
+    old = standby.recalled
+    standby.requeue()
+    assert standby.recalled is not old
+    assert not standby.recalled.done()
+    waiter = asyncio.create_task(standby.granted())
+    assert (standby.state, urgent.state) == (TicketState.QUEUED, TicketState.QUEUED)
+    await asyncio.sleep(0.001)
+    admission.snapshot(running(admission, ("a.1", MemberState.GENERATE)))
+    assert (await asyncio.wait_for(urgent.granted(), DEADLINE_S)).tag == "c.1"
+    first.release(Outcome.COMPLETED)
+    assert (await asyncio.wait_for(waiter, DEADLINE_S)).tag == "b.1.r1"
+    urgent.release(Outcome.COMPLETED)
+    standby.release(Outcome.COMPLETED)
+    assert sample(metrics, "recalls_total", model="m") == 1
+    assert empty(admission)
+
+
+async def test_commit_voids_a_recall(make, metrics):
+    admission, first, standby, urgent = await recalled_standby(make)
+    standby.commit()
+    standby.requeue()
+    assert (await standby.granted()).tag == "b.1"
+    for ticket in (first, standby, urgent):
+        ticket.release(Outcome.COMPLETED)
+    assert sample(metrics, "recalls_total", model="m") == 0
+    assert empty(admission)
+
+
+async def test_a_recalled_ticket_may_just_leave(make):
+    admission, first, standby, urgent = await recalled_standby(make)
+    standby.release(Outcome.CANCELLED, upstream_open=True)
+    standby.requeue()
+    first.release(Outcome.COMPLETED)
+    await asyncio.sleep(0.001)
+    admission.snapshot(idle(admission, 1))
+    urgent.release(Outcome.COMPLETED)
+    assert empty(admission)
+
+
+async def test_an_ended_ticket_cannot_be_requeued(make):
+    admission, first, standby, urgent = await recalled_standby(make)
+    admission.cancel("b", ProxyError(ErrorCode.CANCELLED_BY_OPERATOR, "enough"))
+    standby.requeue()
+    with pytest.raises(ProxyError, match="enough"):
+        await standby.granted()
+    for ticket in (first, standby, urgent):
+        ticket.release(Outcome.CANCELLED)
+    assert empty(admission)
+
+
+async def test_reports_settle_the_keys_counter(make):
+    admission = make(slots=4)
+    ticket = admission.submit(spec("a", key="k", weight=2.0, prompt_bytes=400))
+    assert admission.shares()["k"] == pytest.approx(50.0)  # 100 tokens at 4 bytes, by weight 2
+    ticket.tokens(10)
+    ticket.report(80, 30, 12)
+    ticket.report(1, 1, 1)  # only the first counts
+    assert admission.shares()["k"] == pytest.approx((50 + 2 * 12) / 2)
+    ticket.release(Outcome.COMPLETED)
+    ticket.report(9, 9, 9)
+    assert empty(admission)
+
+
 async def test_drained_waits_for_requesters_not_for_waiters(make):
     admission = make(slots=1)
     running, waiting = admission.submit(spec("a")), admission.submit(spec("b"))
@@ -488,6 +576,34 @@ async def test_metrics_tell_the_truth(make, metrics):
     assert sample(metrics, "queue_size", model="m", priority="normal") == 0
 
 
+async def test_keys_have_a_series_each_and_strangers_one(metrics, fleet):
+    keys = [ApiKey(name="alice", key="secret-a"), ApiKey(name="bob", key="secret-b")]
+    settings = Settings(models={"m": Model(path="/m")}, server=Server(api_keys=keys))
+    admission = Admission(settings, metrics, fleet)
+    admission.backend_ready(KEY, EngineInfo(4, 4096))
+    assert sample(metrics, "key_virtual_counter", key="bob") == 0
+    tickets = [
+        admission.submit(spec(key, key=key, prompt_bytes=400 * size))
+        for size, key in enumerate(("alice", "10.0.0.1", "10.0.0.2"), start=1)
+    ]
+    assert sample(metrics, "key_virtual_counter", key="alice") == pytest.approx(100)
+    assert sample(metrics, "key_virtual_counter", key="other") >= 300
+    assert sample(metrics, "key_virtual_counter", key="10.0.0.1") is None
+    for ticket in tickets:
+        ticket.release(Outcome.COMPLETED)
+    admission.close()
+
+
+async def test_a_load_that_waits_for_others_says_so(make):
+    admission = make()
+    ticket = admission.submit(spec("a"))
+    admission.swap_wait("m", waiting=True)
+    assert ticket.reason is Reason.SWAP_WAIT
+    admission.swap_wait("m", waiting=False)
+    assert ticket.reason is Reason.MODEL_LOADING
+    ticket.release(Outcome.CANCELLED)
+
+
 async def test_mirrored_states_are_seen_by_the_requester(make, metrics):
     admission = make(slots=4, policy=PhasePolicy.DRAIN)
     ticket = admission.submit(spec("a"))
@@ -509,3 +625,18 @@ def test_limits_come_from_the_settings():
     assert (limits.max_queue, limits.queue_timeout_s, limits.gather_ms) == (None, None, 7)
     assert (limits.of("m").max_queue, limits.of("m").load_timeout_s) == (3, None)
     assert limits.of("unknown").max_queue is None
+    assert (limits.fair_share, limits.recall, limits.shape, limits.age_after_s) == (True, True, False, 60.0)
+    policy = AdmissionSettings(
+        fair_share=False,
+        recall=False,
+        age_after_s=0,
+        age_every_grants=3,
+        cohort_shape=True,
+        cohort_shape_ratio=2,
+        cohort_shape_max_wait_s=7,
+        fair_decode_weight=5,
+    )
+    limits = limits_of(Settings(admission=policy))
+    assert (limits.fair_share, limits.recall, limits.age_after_s, limits.age_every) == (False, False, None, 3)
+    assert (limits.shape, limits.shape_ratio, limits.shape_max_wait_s) == (True, 2.0, 7.0)
+    assert limits.fair_decode_weight == 5.0
