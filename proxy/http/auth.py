@@ -8,6 +8,7 @@ import hashlib
 import hmac
 import ipaddress
 from collections.abc import Mapping
+from dataclasses import replace
 from enum import StrEnum
 from fnmatch import fnmatchcase
 from typing import Final, TypeVar
@@ -123,6 +124,9 @@ class Gatekeeper:
             rank=self._ranks[key.priority],
             max_queue=key.max_queue,
             models=key.models,
+            weight=key.weight,
+            max_tokens_default=key.max_tokens_default,
+            max_tokens_cap=key.max_tokens_cap,
         )
 
     def _anonymous(self, request: web.Request) -> Caller:
@@ -145,7 +149,7 @@ class Gatekeeper:
             )
         if rank >= caller.rank:
             return caller
-        return Caller(caller.key, caller.label, wanted, rank, caller.max_queue, caller.models)
+        return replace(caller, priority=wanted, rank=rank)
 
     def _check_host(self, request: web.Request) -> None:
         host = request.headers.get("Host")

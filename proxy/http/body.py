@@ -75,6 +75,13 @@ async def read_facts(request: web.Request, endpoint: Endpoint, server: Server) -
     return await asyncio.to_thread(facts.json_facts, endpoint, data)
 
 
+async def limit_facts(read: Facts, endpoint: Endpoint, tokens: int, content_type: str | None) -> Facts:
+    """Write an operator's limit into a request (`facts.limited`), off the event loop where that is long."""
+    if read.body.size < PARSE_IN_THREAD_FROM:
+        return facts.limited(read, endpoint, tokens, content_type)
+    return await asyncio.to_thread(facts.limited, read, endpoint, tokens, content_type)
+
+
 async def _collect(request: web.Request, limit: int) -> bytes:
     first = await request.content.readany()
     if request.content.at_eof():

@@ -187,7 +187,7 @@ class Flight:
             method=self._request.method,
             target=self._plan.target,
             headers=to_engine(tuple(self._request.headers.items()), tag=grant.tag, gather_ms=grant.gather_ms),
-            body=self._facts.body.take(),
+            body=self._facts.body.data,
         )
         self._opening = True
         call.opened = self._ctx.clock()
@@ -196,6 +196,7 @@ class Flight:
             del request
             self._exchange = exchange = await self._while_alive(opening, ticket)
             del opening
+            self._facts.body.drop()
             call.head = self._ctx.clock()
             call.cohort = call.cohort if ticket.cohort is None else ticket.cohort
             await self._pump(exchange, ticket)

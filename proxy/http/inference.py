@@ -13,6 +13,7 @@ from proxy.http.call import CALL, Call, Caller
 from proxy.http.endpoints import INFERENCE, Endpoint
 from proxy.http.facts import Body, Facts
 from proxy.http.forward import Flight, Plan
+from proxy.http.limits import TokenLimits, lower
 from proxy.http.passage import operator_may, split
 from proxy.http.ports import HttpContext
 from proxy.settings import Budgets
@@ -68,6 +69,7 @@ class Inference:
         facts = await body.read_facts(request, endpoint, self._server)
         call.body_done = clock()
         caller = self._choose(call, model or facts.model or request.query.get("model"))
+        facts = await self._limit(request, endpoint, facts, caller)
         call.stream, call.tasks, call.body_bytes = facts.stream, facts.work.tasks, facts.body.size
         self._ctx.metrics.overhead.labels("parse").observe(clock() - call.body_done)
         plan = Plan(caller, endpoint, facts, target)
@@ -86,6 +88,18 @@ class Inference:
         facts = Facts(model, stream=False, work=Work(0), body=Body(data))
         plan = Plan(caller, Endpoint(call.endpoint), facts, target, READ_LIMITS, may_load=False)
         return await Flight(self._ctx, self._sweeper, request, call, plan).run()
+
+    async def _limit(self, request: web.Request, endpoint: Endpoint, facts: Facts, caller: Caller) -> Facts:
+        """Apply the model's and the key's limits on answers; a request within them keeps its bytes."""
+        model = self._ctx.catalog.model(request[CALL].model)
+        limits = TokenLimits(
+            caller.max_tokens_default or model.max_tokens_default,
+            lower(caller.max_tokens_cap, model.max_tokens_cap),
+        )
+        tokens = limits.settle(facts.max_tokens, endpoint.shape)
+        if tokens is None or tokens == facts.max_tokens:
+            return facts
+        return await body.limit_facts(facts, endpoint, tokens, request.headers.get("Content-Type"))
 
     def _choose(self, call: Call, name: str | None) -> Caller:
         """Put the model's id into the record and return the caller that may use it."""
