@@ -7,7 +7,7 @@ from proxy.admission import Admission
 from proxy.backends import Fleet
 from proxy.catalog import Catalog
 from proxy.clock import Clock
-from proxy.types import ModelState
+from proxy.types import EnginePhase, ModelState
 
 
 class Described:
@@ -21,6 +21,10 @@ class Described:
 
     def state(self, model: str) -> ModelState:
         return self._fleet.status(model).state
+
+    def phase(self, model: str) -> EnginePhase | None:
+        snapshot = self._fleet.snapshot(model)
+        return snapshot.phase if snapshot is not None else None
 
     def meta(self, model: str) -> Mapping[str, Any]:
         status = self._fleet.status(model)

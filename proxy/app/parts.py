@@ -1,6 +1,7 @@
 """One running proxy: its parts, wired. Events of backends go to admission and metrics from here."""
 
 import contextlib
+from functools import partial
 
 from aiohttp import web
 
@@ -12,11 +13,22 @@ from proxy.backends import Fleet
 from proxy.catalog import Catalog
 from proxy.clock import Clock, monotonic
 from proxy.errors import ProxyError
+from proxy.http.events import note_effect
+from proxy.http.hub import EventHub
 from proxy.http.ports import HttpContext
 from proxy.http.routes import make_http
 from proxy.metrics import Metrics
 from proxy.settings import Settings
-from proxy.types import BackendKey, Cause, EngineInfo, ModelState, PhasePolicy, Snapshot, TicketState
+from proxy.types import (
+    BackendKey,
+    Cause,
+    EngineInfo,
+    EnginePhase,
+    ModelState,
+    PhasePolicy,
+    Snapshot,
+    TicketState,
+)
 
 _log = logs.get("app")
 
@@ -45,7 +57,10 @@ class Proxy:
             observer=_Observer(self),
             verify=IdentityCheck(),
         )
-        self.admission = Admission(settings, self.metrics, _World(self), clock=clock)
+        self.hub = EventHub()
+        self.admission = Admission(
+            settings, self.metrics, _World(self), clock=clock, listener=partial(note_effect, self.hub)
+        )
         self.metrics.build_info.labels(__version__, "", "").set(1)
 
     def http(self) -> web.Application:
@@ -58,6 +73,7 @@ class Proxy:
             upstream=self.fleet.upstream,
             models=Described(self.catalog, self.fleet, self.admission, lambda: self.stopping, self.clock),
             clock=self.clock,
+            hub=self.hub,
         )
         return make_http(context)
 
@@ -91,9 +107,12 @@ class _Observer:
 
     def __init__(self, proxy: Proxy) -> None:
         self._proxy = proxy
+        self._phases: dict[str, tuple[BackendKey, EnginePhase, int | None]] = {}
 
     def on_state(self, model: str, before: ModelState, after: ModelState, cause: Cause) -> None:
-        """State metrics and the log line are the fleet's own; nothing to add."""
+        # metrics and the log line are the fleet's own
+        data = {"model": model, "state": after.value, "before": before.value, "cause": cause.value}
+        self._proxy.hub.publish("model", data)
 
     def on_ready(self, key: BackendKey, info: EngineInfo) -> None:
         # one series per build that served; the one without an engine goes with the first
@@ -116,3 +135,14 @@ class _Observer:
 
     def on_snapshot(self, snapshot: Snapshot) -> None:
         self._proxy.admission.snapshot(snapshot)
+        seen = (snapshot.key, snapshot.phase, snapshot.cohort)
+        if self._phases.get(snapshot.key.model) != seen:
+            self._phases[snapshot.key.model] = seen
+            data = {
+                "model": snapshot.key.model,
+                "backend": snapshot.key.backend,
+                "generation": snapshot.key.generation,
+                "phase": snapshot.phase.value,
+                "cohort": snapshot.cohort,
+            }
+            self._proxy.hub.publish("phase", data)

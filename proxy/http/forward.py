@@ -26,6 +26,7 @@ from proxy.http.ports import HttpContext
 from proxy.http.pump import EventSink, Passage, PlainSink
 from proxy.http.render import engine_error_event
 from proxy.http.reply import Reply
+from proxy.http.requests import Board
 from proxy.settings import Budgets
 from proxy.sse import Ending
 from proxy.types import Outcome, TicketState
@@ -56,13 +57,19 @@ class Plan:
     may_load: bool = True
 
 
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What all flights of an application share."""
+
+    sweeper: Sweeper
+    board: Board
+
+
 class Flight:
     """One request in flight. Used once."""
 
-    def __init__(
-        self, ctx: HttpContext, sweeper: Sweeper, request: web.Request, call: Call, plan: Plan
-    ) -> None:
-        self._ctx, self._sweeper, self._request, self._call = ctx, sweeper, request, call
+    def __init__(self, ctx: HttpContext, room: Room, request: web.Request, call: Call, plan: Plan) -> None:
+        self._ctx, self._room, self._request, self._call = ctx, room, request, call
         self._plan, self._facts = plan, plan.facts
         self._reply = Reply(request, call)
         self._cut = Cut()
@@ -90,7 +97,8 @@ class Flight:
         self._ctx.metrics.overhead.labels("admit").observe(call.submitted - began)
         self._ticket, call.ticket = ticket, ticket.id
         ticket.ended.add_done_callback(self._cut.on_ended)
-        unwatch = self._sweeper.add(self)
+        unwatch = self._room.sweeper.add(self)
+        self._room.board.add(ticket.id, self)
         outcome, code = Outcome.CANCELLED, CLIENT_GONE
         try:
             async with self._cut:
@@ -114,6 +122,7 @@ class Flight:
             raise
         finally:
             unwatch()
+            self._room.board.remove(ticket.id, self)
             ticket.ended.remove_done_callback(self._cut.on_ended)
             self._close()
             if self._comment is not None:
@@ -124,6 +133,15 @@ class Flight:
             call.cohort = call.cohort if ticket.cohort is None else ticket.cohort
             ticket.release(outcome, code, upstream_open=self._opening and not self._complete)
         return self._answer()
+
+    @property
+    def call(self) -> Call:
+        """The request's own record."""
+        return self._call
+
+    def left_s(self) -> dict[str, float]:
+        """Return what is left of the request's running limits, by setting."""
+        return self._meter.left_s(self._ctx.clock(), self._call.body_done)
 
     def sweep(self, now: float) -> None:
         """Check the budgets, and keep a silent started stream alive (called by the sweeper)."""
@@ -175,6 +193,7 @@ class Flight:
             max_queue=caller.max_queue,
             n=facts.work.n,
             may_load=self._plan.may_load,
+            # weight=caller.weight
         )
 
     async def _serve(self, ticket: Ticket) -> None:
@@ -334,9 +353,7 @@ def _is_events(head: Head) -> bool:
 
 
 def _waiting(ticket: Ticket) -> str:
-    """Return what a waiting client is told."""
-    state = ticket.state
-    if state is not TicketState.QUEUED:
-        return state.value
+    """Return what a waiting client is told: where it is, its place in the queue, and why it waits."""
+    place = f" position={ticket.position}" if ticket.state is TicketState.QUEUED else ""
     reason = f" reason={ticket.reason}" if ticket.reason is not None else ""
-    return f"queued position={ticket.position}{reason}"
+    return f"{ticket.state}{place}{reason}"

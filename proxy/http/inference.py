@@ -12,10 +12,11 @@ from proxy.http.budgets import Sweeper
 from proxy.http.call import CALL, Call, Caller
 from proxy.http.endpoints import INFERENCE, Endpoint
 from proxy.http.facts import Body, Facts
-from proxy.http.forward import Flight, Plan
+from proxy.http.forward import Flight, Plan, Room
 from proxy.http.limits import TokenLimits, lower
 from proxy.http.passage import operator_may, split
 from proxy.http.ports import HttpContext
+from proxy.http.requests import Board
 from proxy.settings import Budgets
 from proxy.types import ModelState
 
@@ -29,9 +30,9 @@ _NAME_SHOWN: Final = 200
 class Inference:
     """Handlers bound to one application's context."""
 
-    def __init__(self, ctx: HttpContext, sweeper: Sweeper) -> None:
+    def __init__(self, ctx: HttpContext, sweeper: Sweeper, board: Board) -> None:
         self._ctx = ctx
-        self._sweeper = sweeper
+        self._room = Room(sweeper, board)
         self._server = ctx.settings.server
 
     async def infer(self, request: web.Request) -> web.StreamResponse:
@@ -73,7 +74,7 @@ class Inference:
         call.stream, call.tasks, call.body_bytes = facts.stream, facts.work.tasks, facts.body.size
         self._ctx.metrics.overhead.labels("parse").observe(clock() - call.body_done)
         plan = Plan(caller, endpoint, facts, target)
-        return await Flight(self._ctx, self._sweeper, request, call, plan).run()
+        return await Flight(self._ctx, self._room, request, call, plan).run()
 
     async def _engine(
         self, request: web.Request, call: Call, model: str | None, target: str, data: bytes
@@ -87,7 +88,7 @@ class Inference:
             return web.Response(content_type="application/json")
         facts = Facts(model, stream=False, work=Work(0), body=Body(data))
         plan = Plan(caller, Endpoint(call.endpoint), facts, target, READ_LIMITS, may_load=False)
-        return await Flight(self._ctx, self._sweeper, request, call, plan).run()
+        return await Flight(self._ctx, self._room, request, call, plan).run()
 
     async def _limit(self, request: web.Request, endpoint: Endpoint, facts: Facts, caller: Caller) -> Facts:
         """Apply the model's and the key's limits on answers; a request within them keeps its bytes."""

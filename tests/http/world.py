@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 from aiohttp import web
@@ -12,12 +13,23 @@ from proxy.backends.client import DeadUpstream, EngineClient
 from proxy.catalog import Catalog
 from proxy.clock import monotonic
 from proxy.errors import ErrorCode, ProxyError
+from proxy.http.events import note_effect
+from proxy.http.hub import EventHub
 from proxy.http.ports import HttpContext
 from proxy.http.routes import make_http
 from proxy.http.server import ProxyRunner
 from proxy.metrics import Metrics
 from proxy.settings import Settings
-from proxy.types import BackendKey, EngineInfo, MemberState, ModelState, Outcome, SlotView, Snapshot
+from proxy.types import (
+    BackendKey,
+    EngineInfo,
+    EnginePhase,
+    MemberState,
+    ModelState,
+    Outcome,
+    SlotView,
+    Snapshot,
+)
 from proxy.upstream import Upstream
 
 from .paced import PacedEngine
@@ -34,7 +46,8 @@ class House:
         self.metrics = Metrics()
         self.catalog = Catalog(settings.models)
         self.engine = PacedEngine()
-        self.admission = Admission(settings, self.metrics, self)
+        self.hub = EventHub()
+        self.admission = Admission(settings, self.metrics, self, listener=partial(note_effect, self.hub))
         self.loads: list[str] = []
         self.states: dict[str, ModelState] = {}
         self.member: MemberState = MemberState.GENERATE
@@ -53,7 +66,14 @@ class House:
     async def start(self, host: str = "127.0.0.1") -> None:
         await self.engine.start()
         context = HttpContext(
-            self.settings, self.catalog, self.metrics, self.admission, self.upstream, self, monotonic
+            self.settings,
+            self.catalog,
+            self.metrics,
+            self.admission,
+            self.upstream,
+            self,
+            monotonic,
+            self.hub,
         )
         self._runner = ProxyRunner(make_http(context), self.settings)
         await self._runner.setup()
@@ -118,6 +138,9 @@ class House:
 
     def state(self, model: str) -> ModelState:
         return self.states.get(model, ModelState.UNLOADED)
+
+    def phase(self, model: str) -> EnginePhase | None:
+        return EnginePhase.GENERATE if self.state(model) is ModelState.READY else None
 
     def meta(self, model: str) -> Mapping[str, Any]:
         return {"n_ctx": 4096}
