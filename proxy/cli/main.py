@@ -5,6 +5,7 @@ import click
 from proxy import __version__
 from proxy.cli.config import config, init
 from proxy.cli.engine import engine
+from proxy.cli.requests import cancel, requests
 from proxy.cli.serve import serve
 
 
@@ -18,3 +19,5 @@ cli.add_command(serve)
 cli.add_command(init)
 cli.add_command(config)
 cli.add_command(engine)
+cli.add_command(requests)
+cli.add_command(cancel)
