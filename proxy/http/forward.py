@@ -27,6 +27,7 @@ from proxy.http.pump import EventSink, Passage, PlainSink
 from proxy.http.render import engine_error_event
 from proxy.http.reply import Reply
 from proxy.http.requests import Board
+from proxy.http.uploads import Upload
 from proxy.settings import Budgets
 from proxy.sse import Ending
 from proxy.types import Outcome, TicketState
@@ -46,7 +47,7 @@ class Plan:
     """What is to be sent where, for whom.
 
     `target` is the origin-form path with its query, as received. `limits` are the model's own unless
-    given. `may_load` is false for reads that must not start a model.
+    given. `may_load` is false for reads that must not start a model. `upload` accounts the body.
     """
 
     caller: Caller
@@ -55,6 +56,7 @@ class Plan:
     target: str
     limits: Budgets | None = None
     may_load: bool = True
+    upload: Upload | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +95,8 @@ class Flight:
         call = self._call
         began = self._ctx.clock()
         ticket = self._ctx.admission.submit(self._spec())
+        if self._plan.upload is not None:
+            self._plan.upload.handed()
         call.submitted = self._ctx.clock()
         self._ctx.metrics.overhead.labels("admit").observe(call.submitted - began)
         self._ticket, call.ticket = ticket, ticket.id
@@ -215,7 +219,7 @@ class Flight:
             del request
             self._exchange = exchange = await self._while_alive(opening, ticket)
             del opening
-            self._facts.body.drop()
+            self._drop_body()
             call.head = self._ctx.clock()
             call.cohort = call.cohort if ticket.cohort is None else ticket.cohort
             await self._pump(exchange, ticket)
@@ -282,6 +286,11 @@ class Flight:
         # from here on it waits for the client alone, and a comment would stand behind the end
         self._finishing = True
         await reply.finish()
+
+    def _drop_body(self) -> None:
+        self._facts.body.drop()
+        if self._plan.upload is not None:
+            self._plan.upload.let_go()
 
     # --- ends ---------------------------------------------------------------------------------------
 
