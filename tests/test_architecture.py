@@ -46,7 +46,9 @@ THIRD_PARTY_ROOMS = {
 
 PURE = {
     *("types", "errors", "headers", "sse", "catalog"),
-    *("admission.core", "admission.cost", "admission.ledger", "admission.model", "admission.order"),
+    *("admission.accounts", "admission.core", "admission.cost", "admission.decide", "admission.estimate"),
+    *("admission.fair", "admission.ledger", "admission.life", "admission.mirror", "admission.order"),
+    *("admission.recall", "admission.records", "admission.retry", "admission.state", "admission.views"),
     *("backends.lifecycle", "backends.command", "backends.slots"),
 }
 IMPURE_IMPORTS = {"asyncio", "socket", "subprocess", "time", "logging", "threading", "aiohttp", "os"}

@@ -2,8 +2,10 @@
 
 A request's way: `cost` counts its tasks, `controller.Admission.submit` takes it in, the pure `core`
 applies what happens (`events`) to the `state`, `decide` grants in the `order` of the policy what the
-`ledger` has room for, `life` moves tickets and keeps the accounts of what they waited for, `mirror`
-reflects the engine's slots; `views` and `instruments` show it all.
+`ledger` has room for and `recall` takes back what waits in an engine before somebody who should go
+first, `life` moves tickets and keeps the accounts of what they waited for, `mirror` reflects the
+engine's slots; `fair` holds the keys' counters, `accounts` charges them, `estimate` guesses what a
+request will cost; `views` and `instruments` show it all.
 """
 
 from proxy.admission.controller import Admission

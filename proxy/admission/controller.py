@@ -14,6 +14,7 @@ from proxy.admission.events import (
     BackendDown,
     BackendReady,
     Cancelled,
+    Committed,
     Configured,
     Effect,
     Ended,
@@ -27,9 +28,13 @@ from proxy.admission.events import (
     ModelDropped,
     ModelEnded,
     Poke,
+    Recall,
     Released,
+    Reported,
+    Requeued,
     Seen,
     ShutDown,
+    SwapWait,
     Tick,
 )
 from proxy.admission.instruments import Instruments
@@ -65,6 +70,14 @@ def limits_of(settings: Settings) -> Limits:
         wide_patience_s=admission.wide_patience_s,
         gather_ms=admission.cohort_gather_ms,
         stale_after_s=admission.stale_after_s,
+        fair_share=admission.fair_share,
+        fair_decode_weight=admission.fair_decode_weight,
+        age_after_s=admission.age_after_s,
+        age_every=admission.age_every_grants,
+        recall=admission.recall,
+        shape=admission.cohort_shape,
+        shape_ratio=admission.cohort_shape_ratio,
+        shape_max_wait_s=admission.cohort_shape_max_wait_s,
         models={
             name: ModelLimits(model.max_queue, model.budgets.load_timeout_s)
             for name, model in settings.models.items()
@@ -141,6 +154,22 @@ class Admission:
         if self._state.tickets.get(ticket.id) is ticket.entry:
             self._post(FirstByte(ticket.id))
 
+    def committed(self, ticket: Ticket) -> None:
+        """Take the arrival of a response head (called by `Ticket`)."""
+        if self._state.tickets.get(ticket.id) is ticket.entry:
+            self._post(Committed(ticket.id))
+
+    def requeued(self, ticket: Ticket) -> None:
+        """Take a recalled grant back (called by `Ticket`)."""
+        if self._state.tickets.get(ticket.id) is ticket.entry:
+            self._post(Requeued(ticket.id))
+            self._wake_drainers()
+
+    def reported(self, ticket: Ticket, prompt: int | None, cached: int | None, generated: int | None) -> None:
+        """Take what the engine counted (called by `Ticket`)."""
+        if self._state.tickets.get(ticket.id) is ticket.entry:
+            self._post(Reported(ticket.id, prompt, cached, generated))
+
     def busy(self, model: str | None = None) -> int:
         """Return how many requesters of a model (None: of all) are past the queue and not done yet.
 
@@ -178,6 +207,10 @@ class Admission:
     def load_failed(self, model: str, error: ProxyError) -> None:
         """A load failed: everybody who waits for it ends with `error`."""
         self._post(LoadFailed(model, error))
+
+    def swap_wait(self, model: str, *, waiting: bool) -> None:
+        """A load waits for other models to make room, or goes on."""
+        self._post(SwapWait(model, waiting))
 
     def snapshot(self, snapshot: Snapshot) -> None:
         """An engine's slots were seen."""
@@ -223,6 +256,13 @@ class Admission:
         """Return all live tickets."""
         return views.ticket_views(self._state, self._clock())
 
+    def shares(self) -> dict[str, float]:
+        """Return the virtual counters by key: weighted tokens over weight, all models and classes together.
+
+        Absent keys are listed only as long as their counter matters.
+        """
+        return views.shares(self._state)
+
     def broken_rules(self) -> list[str]:
         """Return violations of admission's own rules; empty unless there is a bug."""
         return views.broken_rules(self._state, self._clock())
@@ -251,6 +291,8 @@ class Admission:
             match effect:
                 case Granted(ticket, grant):
                     self._tickets[ticket].resolve(grant)
+                case Recall(ticket):
+                    self._tickets[ticket].recall()
                 case Ended(ticket, error):
                     if ticket in self._tickets:
                         self._tickets[ticket].end(error)

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from itertools import chain
 from typing import assert_never
 
-from proxy.admission import life, mirror
+from proxy.admission import accounts, life, mirror
 from proxy.admission.decide import decide, gate_error
 from proxy.admission.events import (
     ArmTimer,
@@ -17,6 +17,7 @@ from proxy.admission.events import (
     BackendDown,
     BackendReady,
     Cancelled,
+    Committed,
     Configured,
     Effect,
     Event,
@@ -28,11 +29,14 @@ from proxy.admission.events import (
     ModelEnded,
     Poke,
     Released,
+    Reported,
+    Requeued,
     Seen,
     ShutDown,
+    SwapWait,
     Tick,
 )
-from proxy.admission.ledger import Ledger
+from proxy.admission.ledger import Charge, Ledger
 from proxy.admission.records import TicketSpec
 from proxy.admission.state import Budget, Entry, Room, State
 from proxy.errors import ErrorCode, ProxyError
@@ -75,6 +79,16 @@ def _apply(state: State, event: Event, rooms: dict[str, Room], now: float) -> li
             return [] if entry is None else _touch(state, entry, rooms, life.end(state, entry, error, now))
         case FirstByte(ticket):
             return _first_byte(state, ticket, now)
+        case Committed(ticket):
+            return _committed(state, ticket, rooms)
+        case Requeued(ticket):
+            return _requeued(state, ticket, rooms, now)
+        case Reported():
+            return _reported(state, event)
+        case SwapWait(model, waiting):
+            room = rooms[model] = state.room(model)
+            room.swap_wait = waiting
+            return []
         case BackendReady(key, info):
             return _ready(state, Ledger(key, info, now, state.limits.stale_after_s), rooms, now)
         case BackendDown(key, error):
@@ -115,9 +129,11 @@ def _arrived(state: State, spec: TicketSpec, rooms: dict[str, Room], now: float)
     room = rooms[spec.model] = state.room(spec.model)
     room.dropped = False
     state.arrivals += 1
-    entry = Entry(spec, state.arrivals, now, now)
+    account = room.shares.enter(spec.key, spec.priority, spec.weight)
+    entry = Entry(spec, state.arrivals, now, now, account, senior_at=now)
+    _, entry.need = accounts.estimate(room, entry)
     state.tickets[spec.id] = entry
-    room.queue.append(entry)
+    room.line_up(entry)
     if state.closed is not None:
         return life.refuse(state, entry, state.closed, now)
     if room.admin is not AdminState.ENABLED and room.gate_mode == "reject":
@@ -167,15 +183,16 @@ def _released(state: State, event: Released, rooms: dict[str, Room], now: float)
         return []
     room = rooms[entry.spec.model] = state.room(entry.spec.model)
     effects = life.settle(entry, event.outcome, event.code, now)
-    ledger = state.ledger_of(entry)
-    charge = None if ledger is None else ledger.charges.get(event.ticket)
-    if ledger is None or charge is None:
+    held = state.charge_of(entry)
+    if held is None:
         return effects + life.remove(state, entry, now)
+    ledger, charge = held
     if charge.released_at is not None:
         return effects
-    if ledger.release(event.ticket, now, upstream_open=event.upstream_open):
+    if ledger.release(charge.tag, now, upstream_open=event.upstream_open):
         if entry.outcome is Outcome.COMPLETED and entry.granted_at is not None:
             room.turnover.served(now - entry.granted_at, entry.cost)
+            ledger.turnover.served(now - entry.granted_at, entry.cost)
         return effects + life.remove(state, entry, now)
     if entry.state is not TicketState.CANCELLING:
         effects += life.move(entry, TicketState.CANCELLING, None, now)
@@ -188,7 +205,50 @@ def _first_byte(state: State, ticket: str, now: float) -> list[Effect]:
     waits = {TicketState.GRANTED, TicketState.NATIVE_QUEUED, TicketState.PREFILL, TicketState.READY}
     if entry is None or entry.state not in waits or not entry.spec.stream:
         return []
+    held = state.charge_of(entry)
+    if held is not None:
+        held[1].begun = True
     return life.move(entry, TicketState.GENERATING, None, now)
+
+
+def _committed(state: State, ticket: str, rooms: dict[str, Room]) -> list[Effect]:
+    entry = state.tickets.get(ticket)
+    if entry is None or entry.grant is None:
+        return []
+    entry.committed = True
+    if not entry.recalling:
+        return []
+    # a recall that came too late is void; who was to profit from it may want another ticket's place
+    entry.recalling = False
+    return _touch(state, entry, rooms, [])
+
+
+def _requeued(state: State, ticket: str, rooms: dict[str, Room], now: float) -> list[Effect]:
+    entry = state.tickets.get(ticket)
+    held = None if entry is None else state.charge_of(entry)
+    if entry is None or held is None or not entry.recalling or entry.outcome is not None:
+        return []
+    ledger, charge = held
+    room = rooms[entry.spec.model] = state.room(entry.spec.model)
+    charge.recalled = True
+    ledger.release(charge.tag, now, upstream_open=True)
+    effects = life.requeue(room, entry, now)
+    if state.closed is not None:
+        effects += life.end_waiting(state, entry, state.closed, now)
+    elif room.dropped:
+        gone = ProxyError(ErrorCode.MODEL_NOT_FOUND, f"{room.model} was removed from the configuration")
+        effects += life.end_waiting(state, entry, gone, now)
+    return [*effects, Poke(ledger.key)]
+
+
+def _reported(state: State, event: Reported) -> list[Effect]:
+    entry = state.tickets.get(event.ticket)
+    if entry is not None:
+        room = state.room(entry.spec.model)
+        accounts.reported(
+            room, entry, state.limits, event.prompt_tokens, event.cached_tokens, event.generated_tokens
+        )
+    return []
 
 
 def _ready(state: State, ledger: Ledger, rooms: dict[str, Room], now: float) -> list[Effect]:
@@ -205,7 +265,7 @@ def _ready(state: State, ledger: Ledger, rooms: dict[str, Room], now: float) -> 
         effects += _down(state, known.key, error, rooms, now)
     rooms[key.model] = room
     room.books[key.backend] = ledger
-    room.load_asked = room.went_down = False
+    room.load_asked = room.went_down = room.swap_wait = False
     return effects
 
 
@@ -223,7 +283,8 @@ def _down(
     del room.books[key.backend]
     if not room.books:
         room.load_asked, room.went_down = False, True
-    return _all(life.end_orphan(state, state.tickets[ticket], error, now) for ticket in ledger.charges)
+    mine = [state.tickets[charge.ticket] for charge in ledger.charges.values() if not charge.recalled]
+    return _all(life.end_orphan(state, entry, error, now) for entry in mine)
 
 
 def _load_failed(
@@ -232,7 +293,7 @@ def _load_failed(
     room = state.rooms.get(model)
     if room is None:
         return []
-    room.load_asked = False
+    room.load_asked = room.swap_wait = False
     if room.books:
         return []
     rooms[model] = room
@@ -249,7 +310,7 @@ def _seen(state: State, snapshot: Snapshot, rooms: dict[str, Room], now: float) 
     rooms[key.model] = room
     before = ledger.disputed
     gone = ledger.observe(snapshot)
-    effects = _all(life.remove(state, state.tickets[ticket], now) for ticket in gone)
+    effects = _freed(state, gone, now)
     effects += mirror.reflect(state, room, snapshot, now)
     if ledger.disputed > before:
         effects.append(Mismatch(key, ledger.disputed))
@@ -283,7 +344,7 @@ def _time_passed(state: State, rooms: dict[str, Room], now: float) -> list[Effec
     for room in state.rooms.values():
         rooms[room.model] = room
         for ledger in room.books.values():
-            effects += _all(life.remove(state, state.tickets[t], now) for t in ledger.settle(now))
+            effects += _freed(state, ledger.settle(now), now)
     for room, ended in life.expire(state, now):
         rooms[room.model] = room
         effects += ended
@@ -298,6 +359,8 @@ def _next_wake(state: State, now: float) -> float | None:
         times += [book.mirror_changes_at() for book in room.books.values() if room.queue or book.charges]
         patience = state.limits.wide_patience_s
         times += [entry.wide_since + patience for entry in room.queue if entry.wide_since is not None]
+        if state.limits.age_after_s is not None:
+            times += [entry.senior_at + state.limits.age_after_s for entry in room.queue]
     # deadlines that are due were expired in this step; what else is past has had its effect
     return min((at for at in times if at > now), default=None)
 
@@ -307,6 +370,13 @@ def _forget_dropped(state: State, rooms: dict[str, Room]) -> None:
     for room in rooms.values():
         if room.dropped and not room.queue and not room.books:
             del state.rooms[room.model]
+
+
+def _freed(state: State, gone: Iterable[Charge], now: float) -> list[Effect]:
+    """End the tickets of grants that the engine let go of; a recalled one's ticket lives on."""
+    return _all(
+        life.remove(state, state.tickets[charge.ticket], now) for charge in gone if not charge.recalled
+    )
 
 
 def _touch(state: State, entry: Entry, rooms: dict[str, Room], effects: list[Effect]) -> list[Effect]:

@@ -4,22 +4,19 @@ It starts from the whole queue each time it is asked, so no wake-up can be lost:
 answer is the same as if it had always been so.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from proxy.admission import cost, life
+from proxy.admission import accounts, cost, life, recall
 from proxy.admission.events import Effect, Granted, Load, Poke
-from proxy.admission.ledger import Charge, Ledger
-from proxy.admission.order import Order, by_class_then_arrival
+from proxy.admission.ledger import Charge, Ledger, Stage
+from proxy.admission.order import line
 from proxy.admission.records import Grant, Mirror, TicketSpec, make_tag
 from proxy.admission.state import Entry, Room, State
 from proxy.errors import ErrorCode, ProxyError
-from proxy.types import AdminState, EnginePhase, Reason, TicketState
+from proxy.types import AdminState, Reason, TicketState
 
 
-def decide(
-    state: State, room: Room, now: float, *, arrived: bool = False, order: Order = by_class_then_arrival
-) -> list[Effect]:
+def decide(state: State, room: Room, now: float, *, arrived: bool = False) -> list[Effect]:
     """Grant what may go and give every other waiting ticket of a model its reason.
 
     `arrived` says that the queue just grew: a load is then asked for even if one was before.
@@ -30,7 +27,9 @@ def decide(
         return _closed(state, room, now)
     if not room.books:
         return _not_ready(state, room, now, arrived=arrived)
-    return _offer(state, room, now, order(room.queue, now))
+    accounts.fold(room, state.limits, state.tickets)
+    effects, left = _offer(state, room, now)
+    return effects + recall.wanted(state, room, left, now)
 
 
 def gate_error(room: Room, now: float) -> ProxyError:
@@ -56,7 +55,10 @@ def _closed(state: State, room: Room, now: float) -> list[Effect]:
 
 def _not_ready(state: State, room: Room, now: float, *, arrived: bool) -> list[Effect]:
     effects: list[Effect] = []
-    reason = Reason.BACKEND_DOWN if room.went_down else Reason.MODEL_LOADING
+    if room.swap_wait:
+        reason = Reason.SWAP_WAIT
+    else:
+        reason = Reason.BACKEND_DOWN if room.went_down else Reason.MODEL_LOADING
     for entry in list(room.queue):
         if entry.spec.may_load:
             effects += life.hold(entry, reason, now)
@@ -70,17 +72,20 @@ def _not_ready(state: State, room: Room, now: float, *, arrived: bool) -> list[E
     return effects
 
 
-def _offer(state: State, room: Room, now: float, queue: Sequence[Entry]) -> list[Effect]:
-    """Walk the queue in order until somebody must wait; after that only tickets that take no slot pass.
+def _offer(state: State, room: Room, now: float) -> tuple[list[Effect], list[Entry]]:
+    """Walk the line until somebody must wait; after that only tickets that take no slot pass.
 
     A wide ticket that reaches the head lets narrower ones by until its patience is over; then every
     slot that becomes free is kept for it, also when a wide ticket of a higher class came before it.
+    Returns the effects and who is left, in order.
     """
     effects: list[Effect] = []
     granted: list[_Placed] = []
+    left: list[Entry] = []
+    blocker: Entry | None = None
     blocked: Reason | None = None
-    head = True
-    for entry in queue:
+    for turn in line(room, state.limits, now):
+        entry = turn.entry
         if blocked is not None and entry.spec.tasks > 0 and entry.spec.n == 1:
             placed = None  # the rule below, at the price of a long queue's bulk
         else:
@@ -88,20 +93,37 @@ def _offer(state: State, room: Room, now: float, queue: Sequence[Entry]) -> list
         if placed is not None:
             effects += _grant(room, placed, now)
             granted.append(placed)
+            if placed.cost > 0:
+                room.turns = 0 if turn.aged else room.turns + 1
             continue
+        left.append(entry)
         reason = blocked
         if reason is None and _wide_everywhere(room, entry.spec):
             reason = Reason.WIDE_REQUEST
-            if head and entry.wide_since is None:
+            if len(left) == 1 and entry.wide_since is None:
                 entry.wide_since = now
             if entry.wide_since is not None and now >= entry.wide_since + state.limits.wide_patience_s:
-                blocked = reason
+                blocked, blocker = reason, entry
         elif reason is None:
-            reason = blocked = Reason.NO_FREE_SLOT
-        head = False
+            reason = blocked = _no_room(room, now)
+            blocker = entry
+        elif blocker is not None and _passed_by(blocker, entry):
+            reason = Reason.FAIRNESS
         if entry.reason is not reason:
             effects += life.hold(entry, reason, now)
-    return effects + _announce(state, room, granted, now)
+    return effects + _announce(state, room, granted, now), left
+
+
+def _no_room(room: Room, now: float) -> Reason:
+    """Say what capacity lacks: slots, or the end of a cohort whose successors already wait in the engines."""
+    if all(book.cohort(now).stage is Stage.SEALED and book.parked > 1 for book in room.books.values()):
+        return Reason.COHORT_SEALED
+    return Reason.NO_FREE_SLOT
+
+
+def _passed_by(first: Entry, entry: Entry) -> bool:
+    """Whether a ticket would stand before the first in line, were it not for its key's share."""
+    return entry.number < first.number and entry.spec.priority >= first.spec.priority
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,13 +136,17 @@ class _Placed:
     @property
     def grant(self) -> Grant:
         key = self.ledger.key
-        return Grant(key, make_tag(self.entry.spec.id, key.generation))
+        return Grant(key, make_tag(self.entry.spec.id, key.generation, self.entry.recalls))
 
 
 def _place(room: Room, entry: Entry, now: float, *, free_only: bool) -> _Placed | None:
-    """Find the backend with the most room among those where a ticket fits (`free_only`: at no cost)."""
+    """Find the best backend among those where a ticket fits (`free_only`: at no cost).
+
+    One whose cohort still takes members first, then an idle one, then the least expected wait; what it
+    still has of the conversation breaks ties, then room.
+    """
     best: _Placed | None = None
-    most = 0
+    rank: tuple[float, ...] = ()
     spec = entry.spec
     for ledger in room.books.values():
         slots = ledger.info.slots
@@ -129,8 +155,12 @@ def _place(room: Room, entry: Entry, now: float, *, free_only: bool) -> _Placed 
             continue
         wide = cost.is_wide(spec.tasks, spec.n, slots)
         capacity = ledger.capacity(now)
-        if capacity.fits(charged, wide) and (best is None or capacity.free > most):
-            best, most = _Placed(entry, ledger, charged, wide), capacity.free
+        if not capacity.fits(charged, wide):
+            continue
+        cached = ledger.prefixes.cached(spec.prefix)
+        mine = (*ledger.expected_wait(now), -cached, -capacity.free)
+        if best is None or mine < rank:
+            best, rank = _Placed(entry, ledger, charged, wide), mine
     return best
 
 
@@ -143,6 +173,11 @@ def _grant(room: Room, placed: _Placed, now: float) -> list[Effect]:
     entry.grant = placed.grant
     ledger.grant(Charge(entry.spec.id, entry.grant.tag, placed.cost, placed.wide), now)
     room.queue.remove(entry)
+    room.shares.of(entry.account).go(entry.account)
+    if placed.cost > 0:
+        whole, _ = accounts.estimate(room, entry)
+        uncached = max(0.0, whole - ledger.prefixes.cached(entry.spec.prefix))
+        accounts.granted(entry, uncached, seen=ledger.mirror(now) is Mirror.NATIVE)
     effects = life.move(entry, TicketState.GRANTED, None, now)
     entry.cost = placed.cost
     entry.granted_at = now
@@ -172,7 +207,5 @@ def _announce(state: State, room: Room, granted: list[_Placed], now: float) -> l
 
 
 def _open_cohort(ledger: Ledger, now: float) -> int | None:
-    seen = ledger.snapshot
-    if seen is None or ledger.mirror(now) is not Mirror.NATIVE or seen.phase is not EnginePhase.PREFILL_OPEN:
-        return None
-    return seen.cohort
+    cohort = ledger.cohort(now)
+    return cohort.number if cohort.stage is Stage.OPEN else None

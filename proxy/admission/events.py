@@ -45,6 +45,38 @@ class FirstByte:
 
 
 @dataclass(frozen=True, slots=True)
+class Committed:
+    """The engine answered a ticket (its response head arrived): it cannot be recalled any more."""
+
+    ticket: str
+
+
+@dataclass(frozen=True, slots=True)
+class Requeued:
+    """A recalled ticket's exchange is closed and nothing of it went to its client: it waits again."""
+
+    ticket: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reported:
+    """What a ticket's request really was, as the engine counted it; None where it did not say."""
+
+    ticket: str
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    generated_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SwapWait:
+    """A load waits for another model to make room (or does so no longer)."""
+
+    model: str
+    waiting: bool
+
+
+@dataclass(frozen=True, slots=True)
 class BackendReady:
     """A generation can take requests."""
 
@@ -126,6 +158,10 @@ Event = (
     | Released
     | Cancelled
     | FirstByte
+    | Committed
+    | Requeued
+    | Reported
+    | SwapWait
     | BackendReady
     | BackendDown
     | LoadFailed
@@ -148,6 +184,21 @@ class Granted:
     ticket: str
     grant: Grant
     wide: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Recall:
+    """Ask the requester to close its exchange, of which nothing came back yet, and to requeue its ticket."""
+
+    ticket: str
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """A recalled ticket is back in the queue."""
+
+    ticket: str
+    model: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,4 +255,4 @@ class ArmTimer:
     at: float | None
 
 
-Effect = Granted | Waited | Ended | Finished | Load | Poke | Mismatch | ArmTimer
+Effect = Granted | Recall | Returned | Waited | Ended | Finished | Load | Poke | Mismatch | ArmTimer

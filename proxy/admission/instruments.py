@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable
 
-from proxy.admission.events import Effect, Finished, Granted, Mismatch, Waited
+from proxy.admission.events import Effect, Finished, Granted, Mismatch, Returned, Waited
 from proxy.admission.state import State
 from proxy.metrics import Metrics
 from proxy.types import Outcome, Reason, TicketState
@@ -28,6 +28,7 @@ class Instruments:
         self._priorities = tuple(priorities)
         for model in self._models:
             self._metrics.wide_requests.labels(model)
+            self._metrics.recalls.labels(model)
             for reason in Reason:
                 self._metrics.hold_seconds.labels(model, reason)
 
@@ -39,6 +40,8 @@ class Instruments:
                 metrics.hold_seconds.labels(model, reason).inc(seconds)
             case Granted(grant=grant, wide=True):
                 metrics.wide_requests.labels(grant.key.model).inc()
+            case Returned(model=model):
+                metrics.recalls.labels(model).inc()
             case Mismatch(key=key):
                 metrics.mirror_mismatch.labels(key.model, key.backend).inc()
             case Finished(ending=ending) if ending.queued_s > 0 or ending.outcome is not Outcome.REJECTED:

@@ -18,13 +18,17 @@ Nothing is dropped by age. What the engine does not show is handled by these deg
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from enum import StrEnum
 
+from proxy.admission.estimate import Prefixes
 from proxy.admission.records import BackendView, Mirror
-from proxy.types import BackendKey, EngineInfo, PhasePolicy, Snapshot
+from proxy.admission.retry import Turnover
+from proxy.types import BackendKey, EngineInfo, EnginePhase, PhasePolicy, Snapshot
 
 _RELEASED_LIMIT = 1024
 """Tags remembered until a snapshot asked after their release; more come only while the mirror is dark."""
 
+_TAKES_MEMBERS = frozenset({EnginePhase.PREFILL_OPEN, EnginePhase.YIELD_PREFILL})
 _EXCLUSIVE = frozenset({PhasePolicy.DRAIN, PhasePolicy.YIELD})
 
 
@@ -33,6 +37,7 @@ class Charge:
     """One grant in the books. `released_at` is set while it is cancelling.
 
     `in_the_dark` marks a grant made by the stale rule, beside grants that were still cancelling.
+    `begun` says that the engine was seen to work on it. `recalled` marks one whose ticket went back into the queue: nobody's any more, but still charged.
     """
 
     ticket: str
@@ -41,6 +46,29 @@ class Charge:
     wide: bool = False
     in_the_dark: bool = False
     released_at: float | None = None
+    recalled: bool = False
+    begun: bool = False
+
+
+class Stage(StrEnum):
+    """What an engine does with a newcomer."""
+
+    OPEN = "open"
+    """It joins the cohort that is being read, or about to be."""
+    IDLE = "idle"
+    """It starts a cohort."""
+    SEALED = "sealed"
+    """It waits for the running cohort to end (or to be paused)."""
+    UNKNOWN = "unknown"
+    """No cohorts, or nothing fresh is known of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cohort:
+    """An engine's present cohort; `number` is the engine's, None where it is not known."""
+
+    stage: Stage
+    number: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +99,10 @@ class Ledger:
     ready_at: float
     stale_after_s: float
     charges: dict[str, Charge] = field(default_factory=dict)
+    """By tag."""
     snapshot: Snapshot | None = None
+    prefixes: Prefixes = field(default_factory=Prefixes)
+    turnover: Turnover = field(default_factory=Turnover)
     disputed: int = 0
     """Foreign slots in the last two snapshots alike: work that is not ours, not just an ending of ours."""
     _last_foreign: int = 0
@@ -109,28 +140,57 @@ class Ledger:
         idle = live == 0 and (mirror is Mirror.STALE or self._sum(cancelling=None) == 0)
         return Capacity(free, standby, foreign, mirror, idle)
 
-    def grant(self, charge: Charge, now: float) -> None:
-        """Enter a grant; its ticket must not be in the books."""
-        if charge.ticket in self.charges:
-            raise ValueError(f"ticket {charge.ticket} is already charged on {self.key}")
-        charge.in_the_dark = self.mirror(now) is Mirror.STALE and self._sum(cancelling=True) > 0
-        self.charges[charge.ticket] = charge
+    def cohort(self, now: float) -> Cohort:
+        """Return what a newcomer would meet: the newest snapshot, corrected by endings and grants since."""
+        seen = self.snapshot
+        if seen is None or not self.phased or self.mirror(now) is not Mirror.NATIVE:
+            return Cohort(Stage.UNKNOWN)
+        if seen.phase in _TAKES_MEMBERS and not seen.sealed:
+            return Cohort(Stage.OPEN, seen.cohort)
+        if any(charge.begun for charge in self.charges.values()) or self._foreign() > 0:
+            return Cohort(Stage.SEALED, seen.cohort)
+        # nothing that the snapshot showed at work is left: who was granted since forms the next cohort
+        return Cohort(Stage.OPEN if self.charges else Stage.IDLE)
 
-    def release(self, ticket: str, now: float, *, upstream_open: bool) -> bool:
+    def expected_wait(self, now: float) -> tuple[int, float]:
+        """Return how soon a newcomer would start: joining at once, starting at once, or after seconds."""
+        match self.cohort(now).stage:
+            case Stage.OPEN:
+                return 0, 0.0
+            case Stage.IDLE:
+                return 1, 0.0
+            case _:
+                charged = self._sum(cancelling=None)
+                idle = 1 if charged == 0 else 2
+                return idle, charged / self.info.slots * (self.turnover.mean_s or 1.0)
+
+    @property
+    def parked(self) -> int:
+        """Slots' worth of grants on which the engine was not seen to work yet."""
+        return sum(c.cost for c in self.charges.values() if c.released_at is None and not c.begun)
+
+    def grant(self, charge: Charge, now: float) -> None:
+        """Enter a grant; its tag must not be in the books."""
+        if charge.tag in self.charges:
+            raise ValueError(f"{charge.tag} is already charged on {self.key}")
+        charge.in_the_dark = self.mirror(now) is Mirror.STALE and self._sum(cancelling=True) > 0
+        self.charges[charge.tag] = charge
+
+    def release(self, tag: str, now: float, *, upstream_open: bool) -> bool:
         """Take a release; return whether the grant left the books (else it is cancelling now)."""
-        charge = self.charges[ticket]
+        charge = self.charges[tag]
         if upstream_open and charge.cost > 0 and self.mirror(now) is not Mirror.ABSENT:
             charge.released_at = now
             return False
-        self._drop(ticket, now)
+        self._drop(tag, now)
         return True
 
     def knows_better_than(self, snapshot: Snapshot) -> bool:
         """Whether the snapshot at hand was asked later than this one."""
         return self.snapshot is not None and snapshot.asked_at < self.snapshot.asked_at
 
-    def observe(self, snapshot: Snapshot) -> tuple[str, ...]:
-        """Take a snapshot that is newer than the one at hand; return the tickets whose cancelling grants it ended."""
+    def observe(self, snapshot: Snapshot) -> tuple[Charge, ...]:
+        """Take a snapshot that is newer than the one at hand; return the cancelling grants it ended."""
         self.snapshot = snapshot
         asked = snapshot.asked_at
         candidates = [c for c in self.charges.values() if c.released_at is not None and c.released_at < asked]
@@ -140,20 +200,20 @@ class Ledger:
         else:
             gone = list(self._unexplained(candidates, snapshot.busy))
         for charge in gone:
-            self._drop(charge.ticket, charge.released_at or asked)
+            self._drop(charge.tag, charge.released_at or asked)
         self._released = {tag: at for tag, at in self._released.items() if at >= asked}
         foreign = self._foreign() if snapshot.native else 0
         self.disputed = min(foreign, self._last_foreign)
         self._last_foreign = foreign
-        return tuple(charge.ticket for charge in gone)
+        return tuple(gone)
 
-    def settle(self, now: float) -> tuple[str, ...]:
-        """Drop what can never be confirmed (an absent mirror); return its tickets."""
+    def settle(self, now: float) -> tuple[Charge, ...]:
+        """Drop what can never be confirmed (an absent mirror), and return it."""
         if self.mirror(now) is not Mirror.ABSENT:
             return ()
-        gone = tuple(c.ticket for c in self.charges.values() if c.released_at is not None)
-        for ticket in gone:
-            self._drop(ticket, now)
+        gone = tuple(c for c in self.charges.values() if c.released_at is not None)
+        for charge in gone:
+            self._drop(charge.tag, now)
         return gone
 
     def view(self, now: float) -> BackendView:
@@ -175,12 +235,11 @@ class Ledger:
         """Busy slots of no grant of ours, except where the grant ended after the snapshot was asked."""
         if self.snapshot is None:
             return 0
-        own = {charge.tag for charge in self.charges.values()}
         return sum(
             1
             for slot in self.snapshot.slots
             if slot.busy
-            and slot.tag not in own
+            and slot.tag not in self.charges
             and self._released.get(slot.tag, float("-inf")) < self.snapshot.asked_at
         )
 
@@ -204,8 +263,8 @@ class Ledger:
             if cancelling is None or (charge.released_at is not None) is cancelling
         )
 
-    def _drop(self, ticket: str, now: float) -> None:
-        charge = self.charges.pop(ticket)
-        self._released[charge.tag] = now
+    def _drop(self, tag: str, now: float) -> None:
+        del self.charges[tag]
+        self._released[tag] = now
         while len(self._released) > _RELEASED_LIMIT:
             del self._released[next(iter(self._released))]

@@ -5,7 +5,8 @@ Every function returns the effects of what it did. Nothing else moves a ticket.
 
 from collections.abc import Iterator
 
-from proxy.admission.events import Effect, Ended, Finished, Waited
+from proxy.admission import accounts
+from proxy.admission.events import Effect, Ended, Finished, Returned, Waited
 from proxy.admission.records import Ending, outcome_of
 from proxy.admission.state import TRANSITIONS, Budget, Entry, IllegalTransitionError, Room, State
 from proxy.errors import ErrorCode, ProxyError
@@ -61,6 +62,7 @@ def settle(entry: Entry, outcome: Outcome, code: str, now: float) -> list[Effect
     """Give a ticket its one outcome; a second one is ignored."""
     if entry.outcome is not None:
         return []
+    accounts.ended(entry, outcome)
     entry.outcome = outcome
     entry.finished_at = now
     return [
@@ -81,11 +83,28 @@ def settle(entry: Entry, outcome: Outcome, code: str, now: float) -> list[Effect
 
 def remove(state: State, entry: Entry, now: float) -> list[Effect]:
     """Take a ticket out of everything: its place in the queue and the list of the living."""
+    room = state.room(entry.spec.model)
+    shares = room.shares.of(entry.account)
     if entry.waiting:
-        state.room(entry.spec.model).queue.remove(entry)
+        room.queue.remove(entry)
+        shares.go(entry.account)
     effects = move(entry, TicketState.DONE, None, now)
     del state.tickets[entry.spec.id]
+    shares.leave(entry.account)
     return effects
+
+
+def requeue(room: Room, entry: Entry, now: float) -> list[Effect]:
+    """Put a recalled ticket back where it stood; what its grant was charged is given back."""
+    accounts.refund(entry)
+    entry.recalling = False
+    entry.recalls += 1
+    entry.grant = entry.granted_at = entry.cohort = None
+    entry.cost = 0
+    effects = move(entry, TicketState.QUEUED, None, now)
+    room.line_up(entry)
+    room.shares.of(entry.account).come_back(entry.account)
+    return [*effects, Returned(entry.spec.id, entry.spec.model)]
 
 
 def end_waiting(state: State, entry: Entry, error: ProxyError, now: float) -> list[Effect]:

@@ -34,6 +34,8 @@ def reflect(state: State, room: Room, snapshot: Snapshot, now: float) -> list[Ef
     effects: list[Effect] = []
     ledger = room.ledger(snapshot.key)
     for charge in list(ledger.charges.values()) if ledger is not None else []:
+        if charge.recalled:
+            continue
         entry = state.tickets[charge.ticket]
         seen = best.get(charge.tag)
         target = None if seen is None else _STATE_OF_MEMBER[seen.member]
@@ -42,6 +44,7 @@ def reflect(state: State, room: Room, snapshot: Snapshot, now: float) -> list[Ef
         if snapshot.asked_at < entry.since:
             continue  # what moved it since was newer
         entry.cohort = seen.cohort
+        charge.begun = target is not TicketState.NATIVE_QUEUED
         reason = Reason.COHORT_SEALED if target is TicketState.NATIVE_QUEUED else None
         effects += life.move(entry, target, reason, now)
     return effects

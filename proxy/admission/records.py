@@ -50,6 +50,11 @@ class TicketSpec:
     once, because the engine refuses it by itself. `key` names the client. A greater `priority` goes
     first. `max_queue` is the key's own cap on waiting requests. `may_load` is false for reads that
     must not start a model: without a ready backend they are refused.
+
+    `weight` is the key's share. `prompt_bytes` (text of the prompt, 0: the body's size is taken) and
+    `prefix` (digests of the conversation's messages, shortest first, so that equal digests mean an equal
+    beginning) feed estimates. `retry_id` is the client's own request id: who was refused with it and comes
+    back in time keeps its place in the order of arrival.
     """
 
     id: str
@@ -65,6 +70,11 @@ class TicketSpec:
     max_queue: int | None = None
     n: int = 1
     may_load: bool = True
+    weight: float = 1.0
+    prompt_bytes: int = 0
+    prefix: tuple[bytes, ...] = ()
+    max_tokens: int | None = None
+    retry_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +111,14 @@ class Limits:
     wide_patience_s: float = 5.0
     gather_ms: int = 20
     stale_after_s: float = 3.0
+    fair_share: bool = True
+    fair_decode_weight: float = 2.0
+    age_after_s: float | None = 60.0
+    age_every: int = 8
+    recall: bool = True
+    shape: bool = False
+    shape_ratio: float = 2.0
+    shape_max_wait_s: float = 10.0
     models: Mapping[str, ModelLimits] = field(default_factory=dict)
 
     def of(self, model: str) -> ModelLimits:
@@ -131,6 +149,8 @@ class TicketView:
     tag: str
     cohort: int | None
     held_s: Mapping[Reason, float]
+    recalls: int = 0
+    estimate_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,15 +215,16 @@ class Ending:
     state: TicketState
 
 
-def make_tag(ticket: str, generation: int) -> str:
-    """Return the engine's tag for a ticket on a generation: `<ticket>.<generation>`.
+def make_tag(ticket: str, generation: int, recalls: int = 0) -> str:
+    """Return the engine's tag for a ticket on a generation: `<ticket>.<generation>`, `….r1` after a recall.
 
     A ticket id that the engine would not copy whole (length, characters) is replaced by a digest.
     """
-    tag = f"{ticket}.{generation}"
+    again = f".r{recalls}" if recalls else ""
+    tag = f"{ticket}.{generation}{again}"
     if len(tag) <= TAG_LIMIT and _TAG_SAFE.fullmatch(ticket):
         return tag
-    return f"{hashlib.blake2s(ticket.encode(), digest_size=12).hexdigest()}.{generation}"
+    return f"{hashlib.blake2s(ticket.encode(), digest_size=12).hexdigest()}.{generation}{again}"
 
 
 _OUTCOMES: dict[ErrorCode, Outcome] = {

@@ -3,11 +3,14 @@
 Only the core changes it; everybody else reads views.
 """
 
+from bisect import insort
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from proxy.admission.ledger import Ledger
+from proxy.admission.estimate import Lengths
+from proxy.admission.fair import Account, Book
+from proxy.admission.ledger import Charge, Ledger
 from proxy.admission.records import GateMode, Grant, Limits, TicketSpec
 from proxy.admission.retry import Turnover
 from proxy.errors import ProxyError
@@ -31,9 +34,10 @@ _OUT = frozenset({TicketState.CANCELLING, TicketState.DONE})
 
 TRANSITIONS: dict[TicketState, frozenset[TicketState]] = {
     TicketState.QUEUED: frozenset({TicketState.GRANTED, TicketState.DONE}),
-    TicketState.GRANTED: _ENGINE | _OUT,
+    # back into the queue leads a recall, also one that the engine's progress has overtaken
+    TicketState.GRANTED: _ENGINE | _OUT | {TicketState.QUEUED},
     # polling skips states, and a full cache sends members back to the engine's queue
-    **{state: (_ENGINE - {state}) | _OUT for state in _ENGINE},
+    **{state: (_ENGINE - {state}) | _OUT | {TicketState.QUEUED} for state in _ENGINE},
     TicketState.CANCELLING: frozenset({TicketState.DONE}),
     TicketState.DONE: frozenset(),
 }
@@ -65,17 +69,31 @@ _BUDGET_OF_REASON: dict[Reason, Budget] = {
 class Entry:
     """One live ticket.
 
-    `number` is its arrival rank. `since` is when (state, reason) last changed; `lived`, `held` and
+    `number` is its arrival rank and `senior_at` what its age counts from (both older than `arrived_at`
+    after a refusal that was kept to). `account` is its key's, `need` the estimate of prompt tokens to
+    be read for it, `charged` and `folded` what was charged for its prompt and how many of its generated
+    tokens. `since` is when (state, reason) last changed; `lived`, `held` and
     `spent` hold the seconds of what came before, by state, reason and budget; `due` remembers the deadline that
     follows from them while `due_known`. `wide_since` is when a wide ticket first stood at the head.
     `ended` is set when it was ended from elsewhere, `outcome` once it is settled (a cancelling ticket
-    has one already).
+    has one already). `recalling` is set from the recall to the return, `committed` once the engine
+    answered; `recalls` counts returns.
     """
 
     spec: TicketSpec
     number: int
     arrived_at: float
     since: float
+    account: Account
+    senior_at: float
+    need: float = 0.0
+    charged: float = 0.0
+    folded: int = 0
+    refundable: bool = False
+    reported: bool = False
+    recalling: bool = False
+    committed: bool = False
+    recalls: int = 0
     state: TicketState = TicketState.QUEUED
     reason: Reason | None = None
     grant: Grant | None = None
@@ -129,7 +147,16 @@ class Room:
     load_asked: bool = False
     went_down: bool = False
     dropped: bool = False
+    swap_wait: bool = False
     turnover: Turnover = field(default_factory=Turnover)
+    shares: Book = field(default_factory=Book)
+    lengths: Lengths = field(default_factory=Lengths)
+    turns: int = 0
+    """Grants since the last turn by age."""
+
+    def line_up(self, entry: Entry) -> None:
+        """Put a ticket into the queue at the place of its arrival."""
+        insort(self.queue, entry, key=lambda other: other.number)
 
     def ledger(self, key: BackendKey) -> Ledger | None:
         """Return the books of exactly this generation, None when it is not (or no longer) ready."""
@@ -166,3 +193,11 @@ class State:
             return None
         room = self.rooms.get(entry.spec.model)
         return None if room is None else room.ledger(entry.grant.key)
+
+    def charge_of(self, entry: Entry) -> tuple[Ledger, Charge] | None:
+        """Return the books and the charge of a ticket's present grant."""
+        ledger = self.ledger_of(entry)
+        if ledger is None or entry.grant is None:
+            return None
+        charge = ledger.charges.get(entry.grant.tag)
+        return None if charge is None else (ledger, charge)

@@ -13,6 +13,11 @@ class Desk(Protocol):
     """What a ticket asks of admission."""
 
     def released(self, ticket: "Ticket", outcome: Outcome, code: str, *, upstream_open: bool) -> None: ...
+    def committed(self, ticket: "Ticket") -> None: ...
+    def requeued(self, ticket: "Ticket") -> None: ...
+    def reported(
+        self, ticket: "Ticket", prompt: int | None, cached: int | None, generated: int | None
+    ) -> None: ...
     def first_byte(self, ticket: "Ticket") -> None: ...
     def position(self, entry: Entry) -> int: ...
     def now(self) -> float: ...
@@ -32,6 +37,12 @@ class Ticket:
         """The core's record; only admission may look at it."""
         self._answer: asyncio.Future[Grant | ProxyError] = loop.create_future()
         self._released = False
+        self.recalled: asyncio.Future[None] = loop.create_future()
+        """Resolves when the core wants the present grant back; another future for each grant.
+
+        Whoever sees it before anything came back from the engine closes the exchange, calls `requeue`
+        and awaits `granted` again; whoever has the response head already has called `commit` and goes on.
+        """
         self.ended: asyncio.Future[ProxyError] = loop.create_future()
         """Resolves when the ticket is ended from elsewhere: unload, operator, dead backend, shutdown."""
 
@@ -110,8 +121,33 @@ class Ticket:
             self._desk.first_byte(self)
 
     def tokens(self, count: int) -> None:
-        """Count generated tokens seen on the way to the client (shown to operators, decides nothing)."""
+        """Count generated tokens seen on the way to the client; the next decision charges them to the key."""
         self.entry.tokens += count
+
+    def commit(self) -> None:
+        """Say that the engine's response head arrived: a recall is out of the question from now on."""
+        if not self._released:
+            self._desk.committed(self)
+
+    def requeue(self) -> None:
+        """Give a recalled grant back: the exchange is closed and nothing of it reached the client.
+
+        The ticket stands in its old place again; the old grant stays charged until the engine shows that
+        it let go. Without a recall (it was void, or the ticket ended meanwhile) nothing happens.
+        """
+        if self._released or self.ended.done() or not self.entry.recalling:
+            return
+        loop = asyncio.get_running_loop()
+        self._answer = loop.create_future()
+        self.recalled = loop.create_future()
+        self._desk.requeued(self)
+
+    def report(
+        self, prompt_tokens: int | None, cached_tokens: int | None, generated_tokens: int | None
+    ) -> None:
+        """Say what the engine counted, None where it did not; call it once, before `release`."""
+        if not self._released:
+            self._desk.reported(self, prompt_tokens, cached_tokens, generated_tokens)
 
     def release(self, outcome: Outcome, code: str = "", *, upstream_open: bool = False) -> None:
         """Give everything back; only the first call counts.
@@ -129,6 +165,11 @@ class Ticket:
         """Deliver the grant (called by admission)."""
         if not self._answer.done():
             self._answer.set_result(grant)
+
+    def recall(self) -> None:
+        """Ask for the grant back (called by admission)."""
+        if not self.recalled.done():
+            self.recalled.set_result(None)
 
     def end(self, error: ProxyError) -> None:
         """Deliver the end (called by admission)."""

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from proxy.admission.life import deadline, held_s
-from proxy.admission.order import by_class_then_arrival
+from proxy.admission.order import projected
 from proxy.admission.records import ModelAdmissionView, TicketView
 from proxy.admission.state import Budget, Entry, Room, State
 from proxy.types import TicketState
@@ -16,7 +16,7 @@ def position(state: State, entry: Entry, now: float) -> int:
     """Return a waiting ticket's 1-based place in its model's queue, 0 for one that does not wait."""
     if not entry.waiting:
         return 0
-    return by_class_then_arrival(state.room(entry.spec.model).queue, now).index(entry) + 1
+    return projected(state.room(entry.spec.model), state.limits, now).index(entry) + 1
 
 
 def ticket_view(entry: Entry, place: int, now: float) -> TicketView:
@@ -42,6 +42,8 @@ def ticket_view(entry: Entry, place: int, now: float) -> TicketView:
         tag=entry.grant.tag if entry.grant else "",
         cohort=entry.cohort,
         held_s=held_s(entry, now),
+        recalls=entry.recalls,
+        estimate_tokens=round(entry.need),
     )
 
 
@@ -49,7 +51,7 @@ def ticket_views(state: State, now: float) -> list[TicketView]:
     """Return all live tickets: by model, running before waiting, each in order."""
     places: dict[str, int] = {}
     for room in state.rooms.values():
-        for place, entry in enumerate(by_class_then_arrival(room.queue, now), start=1):
+        for place, entry in enumerate(projected(room, state.limits, now), start=1):
             places[entry.spec.id] = place
     ordered = sorted(
         state.tickets.values(),
@@ -79,6 +81,15 @@ def model_view(state: State, model: str, now: float) -> ModelAdmissionView:
     )
 
 
+def shares(state: State) -> dict[str, float]:
+    """Return the sum of each key's virtual counters."""
+    found: dict[str, float] = {}
+    for room in state.rooms.values():
+        for account in room.shares.accounts():
+            found[account.key] = found.get(account.key, 0.0) + account.counter
+    return found
+
+
 def broken_rules(state: State, now: float) -> list[str]:
     """Return what is wrong with the state after a step, in words; empty when all rules hold.
 
@@ -101,6 +112,10 @@ def _ledger_rules(state: State) -> Iterator[str]:
             if any(charge.wide for charge in live) and sum(1 for charge in live if charge.cost > 0) > 1:
                 yield f"{ledger.key}: a wide request has company"
             for charge in ledger.charges.values():
+                if charge.recalled:
+                    if charge.released_at is None:
+                        yield f"{charge.tag} was recalled and not released"
+                    continue
                 entry = state.tickets.get(charge.ticket)
                 charged.add(charge.ticket)
                 if entry is None or entry.grant is None or entry.grant.key != ledger.key:

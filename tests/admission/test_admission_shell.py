@@ -16,6 +16,7 @@ from proxy.settings import Budgets, Model, Settings
 from proxy.types import (
     AdminState,
     EngineInfo,
+    EnginePhase,
     MemberState,
     Outcome,
     PhasePolicy,
@@ -427,6 +428,93 @@ async def test_a_late_release_spares_the_next_owner_of_its_id(make):
     old.release(Outcome.CANCELLED)
     assert new.state is TicketState.GRANTED
     new.release(Outcome.COMPLETED)
+    assert empty(admission)
+
+
+def running(admission, *slots, phase=EnginePhase.GENERATE):
+    """A snapshot of a cohort at work: (tag, member) per slot."""
+    now = admission.now()
+    shown = tuple(
+        SlotView(i, True, tag=tag, member=member, cohort=1) for i, (tag, member) in enumerate(slots)
+    )
+    return Snapshot(KEY, now, now, shown, native=True, phase=phase, sealed=True, cohort=1)
+
+
+async def recalled_standby(make):
+    """One ticket generates, the standby is asked back for a ticket of a higher class."""
+    admission = make(slots=1, policy=PhasePolicy.DRAIN)
+    first, standby = admission.submit(spec("a")), admission.submit(spec("b"))
+    await standby.granted()
+    await asyncio.sleep(0.001)
+    admission.snapshot(running(admission, ("a.1", MemberState.GENERATE)))
+    urgent = admission.submit(spec("c", priority=10))
+    await asyncio.wait_for(asyncio.shield(standby.recalled), DEADLINE_S)
+    assert not first.recalled.done()
+    return admission, first, standby, urgent
+
+
+async def test_a_recalled_ticket_waits_again_and_is_granted_under_another_tag(make, metrics):
+    admission, first, standby, urgent = await recalled_standby(make)
+    old = standby.recalled
+    standby.requeue()
+    assert standby.recalled is not old
+    assert not standby.recalled.done()
+    waiter = asyncio.create_task(standby.granted())
+    assert (standby.state, urgent.state) == (TicketState.QUEUED, TicketState.QUEUED)
+    await asyncio.sleep(0.001)
+    admission.snapshot(running(admission, ("a.1", MemberState.GENERATE)))
+    assert (await asyncio.wait_for(urgent.granted(), DEADLINE_S)).tag == "c.1"
+    first.release(Outcome.COMPLETED)
+    assert (await asyncio.wait_for(waiter, DEADLINE_S)).tag == "b.1.r1"
+    urgent.release(Outcome.COMPLETED)
+    standby.release(Outcome.COMPLETED)
+    assert sample(metrics, "recalls_total", model="m") == 1
+    assert empty(admission)
+
+
+async def test_commit_voids_a_recall(make, metrics):
+    admission, first, standby, urgent = await recalled_standby(make)
+    standby.commit()
+    standby.requeue()
+    assert (await standby.granted()).tag == "b.1"
+    for ticket in (first, standby, urgent):
+        ticket.release(Outcome.COMPLETED)
+    assert sample(metrics, "recalls_total", model="m") == 0
+    assert empty(admission)
+
+
+async def test_a_recalled_ticket_may_just_leave(make):
+    admission, first, standby, urgent = await recalled_standby(make)
+    standby.release(Outcome.CANCELLED, upstream_open=True)
+    standby.requeue()
+    first.release(Outcome.COMPLETED)
+    await asyncio.sleep(0.001)
+    admission.snapshot(idle(admission, 1))
+    urgent.release(Outcome.COMPLETED)
+    assert empty(admission)
+
+
+async def test_an_ended_ticket_cannot_be_requeued(make):
+    admission, first, standby, urgent = await recalled_standby(make)
+    admission.cancel("b", ProxyError(ErrorCode.CANCELLED_BY_OPERATOR, "enough"))
+    standby.requeue()
+    with pytest.raises(ProxyError, match="enough"):
+        await standby.granted()
+    for ticket in (first, standby, urgent):
+        ticket.release(Outcome.CANCELLED)
+    assert empty(admission)
+
+
+async def test_reports_settle_the_keys_counter(make):
+    admission = make(slots=4)
+    ticket = admission.submit(spec("a", key="k", weight=2.0, prompt_bytes=400))
+    assert admission.shares()["k"] == pytest.approx(50.0)  # 100 tokens at 4 bytes, by weight 2
+    ticket.tokens(10)
+    ticket.report(80, 30, 12)
+    ticket.report(1, 1, 1)  # only the first counts
+    assert admission.shares()["k"] == pytest.approx((50 + 2 * 12) / 2)
+    ticket.release(Outcome.COMPLETED)
+    ticket.report(9, 9, 9)
     assert empty(admission)
 
 
