@@ -63,6 +63,7 @@ class Call:
     generation: int = 0
     cohort: int | None = None
     reason: str = ""
+    recalls: int = 0
     lived_s: Mapping[TicketState, float] = field(default_factory=dict)
     chunks: int = 0
     max_gap: float = 0.0

@@ -1,15 +1,14 @@
 """One inference request from its parsed body to the end of its response.
 
-Order of life: submit, wait for the grant, open the upstream exchange, pump, release. Whatever ends it
-(client, engine, operator, budget), the upstream socket is closed at once and the ticket is released
-exactly once, in that order.
+Order of life: submit, wait for the grant, open the upstream exchange (again after a recall), pump, release.
+Whatever ends it (client, engine, operator, budget), the upstream socket is closed at once and the ticket is
+released exactly once, in that order.
 """
 
 import asyncio
 import contextlib
-from collections.abc import Coroutine
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 from aiohttp import web
 
@@ -22,6 +21,8 @@ from proxy.http.call import Call, Caller
 from proxy.http.cut import Cut, fresh
 from proxy.http.endpoints import Endpoint
 from proxy.http.facts import Facts
+from proxy.http.limits import UNLIMITED
+from proxy.http.opening import head_or_recall
 from proxy.http.ports import HttpContext
 from proxy.http.pump import EventSink, Passage, PlainSink
 from proxy.http.render import engine_error_event
@@ -31,15 +32,11 @@ from proxy.http.uploads import Upload
 from proxy.settings import Budgets
 from proxy.sse import Ending
 from proxy.types import Outcome, TicketState
-from proxy.upstream import Exchange, Head, Upstream, UpstreamDied, UpstreamRequest
+from proxy.upstream import Exchange, Head, UpstreamDied, UpstreamRequest
 
 ERROR_BODY_LIMIT: Final = 256 * 1024
 CAUSE_WAIT_S: Final = 0.2
 """How long a dead socket waits for the news of why (the process's exit status, an operator's order)."""
-STALE_TRIES: Final = 3
-"""How many kept connections in a row may turn out to be closed."""
-CLOSE_WAIT_S: Final = 5.0
-"""How long an abandoned opening may take to let go of its socket."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +132,8 @@ class Flight:
             call.reason = str(ticket.reason or "")
             call.lived_s = ticket.lived_s
             call.cohort = call.cohort if ticket.cohort is None else ticket.cohort
+            if call.usage is not None:
+                ticket.report(call.usage.prompt, call.usage.cached, call.usage.generated)
             ticket.release(outcome, code, upstream_open=self._opening and not self._complete)
         return self._answer()
 
@@ -197,13 +196,36 @@ class Flight:
             max_queue=caller.max_queue,
             n=facts.work.n,
             may_load=self._plan.may_load,
-            # weight=caller.weight
+            weight=caller.weight,
+            prompt_bytes=facts.prompt.size,
+            prefix=facts.prompt.prefix,
+            max_tokens=None if facts.max_tokens == UNLIMITED else facts.max_tokens,
+            # a client's own id, and nobody else's: it carries seniority
+            retry_id=f"{caller.key}/{call.id.shown}" if call.id.given else "",
         )
 
     async def _serve(self, ticket: Ticket) -> None:
         call = self._call
-        grant = await self._granted(ticket)
-        self._grant = grant
+        try:
+            exchange = None
+            while exchange is None:
+                exchange = await self._opened(ticket)
+            self._exchange = exchange
+            ticket.commit()
+            self._drop_body()
+            call.head = self._ctx.clock()
+            call.cohort = call.cohort if ticket.cohort is None else ticket.cohort
+            await self._pump(exchange, ticket)
+        except UpstreamDied as died:
+            raise await self._cause(died, ticket) from died
+
+    async def _opened(self, ticket: Ticket) -> Exchange | None:
+        """Send the request once it is granted; None when the grant was taken back before the engine answered.
+
+        The body is sent again then, to the place of the next grant.
+        """
+        call = self._call
+        self._grant = grant = await self._granted(ticket)
         call.granted = self._ctx.clock()
         call.backend, call.generation, call.cohort = grant.key.backend, grant.key.generation, grant.cohort
         request = UpstreamRequest(
@@ -214,17 +236,20 @@ class Flight:
         )
         self._opening = True
         call.opened = self._ctx.clock()
-        try:
-            opening = _open(self._ctx.upstream(grant.key), request)
-            del request
-            self._exchange = exchange = await self._while_alive(opening, ticket)
-            del opening
-            self._drop_body()
-            call.head = self._ctx.clock()
-            call.cohort = call.cohort if ticket.cohort is None else ticket.cohort
-            await self._pump(exchange, ticket)
-        except UpstreamDied as died:
-            raise await self._cause(died, ticket) from died
+        exchange = await head_or_recall(
+            self._ctx.upstream(grant.key),
+            request,
+            ticket.recalled,
+            self._keepalive_s,
+            lambda: self._reply.keepalive(_waiting(ticket)),
+        )
+        if exchange is None:
+            self._opening = False
+            self._grant = None
+            call.granted = call.opened = 0.0
+            call.recalls += 1
+            ticket.requeue()
+        return exchange
 
     async def _granted(self, ticket: Ticket) -> Grant:
         if self._keepalive_s is None:
@@ -234,19 +259,6 @@ class Flight:
             if grant is not None:
                 return grant
             await self._reply.keepalive(_waiting(ticket))
-
-    async def _while_alive(self, opening: Coroutine[Any, Any, Exchange], ticket: Ticket) -> Exchange:
-        """Wait for the response head, with a comment every `keepalive_s` when the client takes them."""
-        if self._keepalive_s is None:
-            return await opening
-        task = asyncio.ensure_future(opening)
-        try:
-            while not (await asyncio.wait({task}, timeout=self._keepalive_s))[0]:
-                await self._reply.keepalive(_waiting(ticket))
-            return task.result()
-        except BaseException:
-            await _abandon(task)
-            raise
 
     async def _pump(self, exchange: Exchange, ticket: Ticket) -> None:
         head, reply, call, ctx = exchange.head, self._reply, self._call, self._ctx
@@ -332,29 +344,6 @@ class Flight:
         # when the client is gone, its own task learns that by itself
         with contextlib.suppress(ConnectionError):
             await self._reply.keepalive(text)
-
-
-async def _open(upstream: Upstream, request: UpstreamRequest) -> Exchange:
-    """Open an exchange; again when a reused connection died before it gave a single byte.
-
-    The engine closes idle connections after 5 s or 100 requests; losing that race is nobody's fault, and
-    the next kept connection may have lost it too.
-    """
-    for _ in range(STALE_TRIES):
-        try:
-            return await upstream.open(request)
-        except UpstreamDied as died:
-            if not (died.before_head and died.reused):
-                raise
-    return await upstream.open(request)
-
-
-async def _abandon(task: asyncio.Future[Exchange]) -> None:
-    """Cancel an opening and close what it may still have opened."""
-    task.cancel()
-    await asyncio.wait({task}, timeout=CLOSE_WAIT_S)
-    if task.done() and not task.cancelled() and task.exception() is None:
-        task.result().close()
 
 
 def _is_events(head: Head) -> bool:
