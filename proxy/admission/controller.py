@@ -237,7 +237,8 @@ class Admission:
 
     def configure(self, settings: Settings) -> None:
         """Take new limits."""
-        self._instruments.configure(settings.models, settings.admission.classes)
+        keys = (key.name for key in settings.server.api_keys)
+        self._instruments.configure(settings.models, settings.admission.classes, keys)
         self._post(Configured(limits_of(settings)))
 
     def close(self) -> None:

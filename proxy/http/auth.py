@@ -20,11 +20,8 @@ from proxy.errors import ErrorCode, ProxyError
 from proxy.http.call import Caller
 from proxy.http.endpoints import INFERENCE
 from proxy.http.passage import PREFIX, split
+from proxy.metrics import LABELLED_KEYS, OTHER
 from proxy.settings import AdminKey, ApiKey, Model, Settings
-
-OTHER: Final = "other"
-"""Metric label of callers without a configured name."""
-LABELLED_KEYS: Final = 64
 
 _Key = TypeVar("_Key", ApiKey, AdminKey)
 

@@ -214,6 +214,7 @@ class Flight:
             ticket.commit()
             self._drop_body()
             call.head = self._ctx.clock()
+            self._ctx.metrics.overhead.labels("connect").observe(exchange.head.connect_s)
             call.cohort = call.cohort if ticket.cohort is None else ticket.cohort
             await self._pump(exchange, ticket)
         except UpstreamDied as died:

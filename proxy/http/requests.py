@@ -53,6 +53,7 @@ class Requests:
         """Return one live request as JSON values: seconds end in `_s`."""
         live = self._board.get(view.id)
         call = live.call if live is not None else None
+        left = {**view.left_s, **(live.left_s() if live is not None else {})}
         phase = self._ctx.models.phase(view.model) if view.backend is not None else None
         return {
             "id": view.id,
@@ -75,10 +76,8 @@ class Requests:
             "age_s": round(view.age_s, 3),
             "queued_s": round(view.queued_s, 3),
             "waits_s": {reason.value: round(seconds, 3) for reason, seconds in view.held_s.items()},
-            "budgets_left_s": {
-                name: round(seconds, 3)
-                for name, seconds in (live.left_s() if live is not None else {}).items()
-            },
+            "recalls": view.recalls,
+            "budgets_left_s": {name: round(seconds, 3) for name, seconds in left.items()},
         }
 
     def all(self, model: str | None = None) -> list[dict[str, Any]]:

@@ -89,6 +89,8 @@ async def test_a_request_is_shown_with_its_state_place_and_reason():
             1,
             "batch",
         )
+        assert 590 < two["budgets_left_s"]["queue_timeout_s"] < 600
+        assert 0 < two["budgets_left_s"]["load_timeout_s"] <= 900
         assert two["waits_s"]["no_free_slot"] >= 0
         assert (three["position"], three["request_id"]) == (2, "three/3")
         assert three["id"] != "three/3"
