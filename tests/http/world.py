@@ -27,6 +27,7 @@ from proxy.types import (
     MemberState,
     ModelState,
     Outcome,
+    PhasePolicy,
     SlotView,
     Snapshot,
 )
@@ -38,7 +39,15 @@ from .paced import PacedEngine
 class House:
     """One proxy in front of one paced engine per model. Plays the part of the fleet."""
 
-    def __init__(self, settings: Settings, *, slots: int = 4, native: bool = True, auto: bool = True) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        slots: int = 4,
+        native: bool = True,
+        auto: bool = True,
+        policy: PhasePolicy = PhasePolicy.UNKNOWN,
+    ) -> None:
         self.settings = settings
         self.slots = slots
         self.native = native
@@ -50,7 +59,12 @@ class House:
         self.admission = Admission(settings, self.metrics, self, listener=partial(note_effect, self.hub))
         self.loads: list[str] = []
         self.states: dict[str, ModelState] = {}
+        self.policy = policy
         self.member: MemberState = MemberState.GENERATE
+        self.members: dict[str, MemberState] = {}
+        """Where single requests are, by the stem of their tag; the others are where `member` says."""
+        self.mute = False
+        """Whether the engine shows its slots no more."""
         self.keys: dict[str, BackendKey] = {}
         self.clients: dict[BackendKey, EngineClient] = {}
         self.generation = 0
@@ -109,7 +123,7 @@ class House:
         self.clients[key] = EngineClient(self.engine.base, "engine-key")
         self.keys[model] = key
         self.states[model] = ModelState.READY
-        self.admission.backend_ready(key, EngineInfo(slots=self.slots, context_tokens=4096))
+        self.admission.backend_ready(key, EngineInfo(self.slots, 4096, self.policy))
         return key
 
     def upstream(self, key: BackendKey) -> Upstream:
@@ -120,13 +134,24 @@ class House:
         asyncio.get_running_loop().call_soon(self._snapshot, key)
 
     def _snapshot(self, key: BackendKey) -> None:
+        if self.mute:
+            return
         now = monotonic()
         busy = [
-            SlotView(id=number, busy=True, tag=tag if self.native else "", member=self.member)
+            SlotView(
+                id=number,
+                busy=True,
+                tag=tag if self.native else "",
+                member=self.members.get(tag.partition(".")[0], self.member),
+            )
             for number, tag in enumerate(list(self.engine.active)[: self.slots])
         ]
         idle = [SlotView(id=number, busy=False) for number in range(len(busy), self.slots)]
-        self.admission.snapshot(Snapshot(key, now, now, (*busy, *idle), native=self.native))
+        phase = EnginePhase.UNKNOWN
+        if self.policy is not PhasePolicy.UNKNOWN:
+            phase = EnginePhase.GENERATE if busy else EnginePhase.IDLE
+        seen = Snapshot(key, now, now, (*busy, *idle), native=self.native, phase=phase)
+        self.admission.snapshot(seen)
 
     async def _poll(self) -> None:
         while True:
