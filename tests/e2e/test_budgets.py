@@ -1,5 +1,6 @@
 """Each time limit ends a request with its own code and leaves nothing behind; a pause is nobody's silence."""
 
+import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -57,13 +58,16 @@ def test_queue_timeout(start: Callable[..., Proxy], zoo: Callable[[str], Path]) 
 
 
 def test_first_token_timeout(start: Callable[..., Proxy], demo_model: Path) -> None:
-    """A prompt that takes longer than allowed is given up in the engine, too."""
-    proxy = start(one_slot(demo_model, {"first_token_timeout_s": 1.0}))
+    """A prompt that takes longer than allowed is given up in the engine, too. (The engine begins a stream with
+    the prompt, so a streaming client is told in the stream.)"""
+    proxy = start(one_slot(demo_model, {"first_token_timeout_s": 0.5}))
     begun(ask(proxy, 1)).rest()
-    slow = ask(proxy, 4, "the small box " * 1500)
-    assert slow.head() == 504
-    assert b'"first_token_timeout"' in slow.whole()
-    until("the engine lets go", lambda: nothing_left(proxy), 60)
+    for stream in (False, True):
+        slow = ask(proxy, 4, f"{stream} the small box " * 1500, stream=stream)
+        told = data(slow.rest()[-1]) if slow.head() == 200 else json.loads(slow.whole())
+        assert told["error"]["code"] == "first_token_timeout"
+        assert stream or slow.status == 504
+        until("the engine lets go", lambda: nothing_left(proxy), 60)
     begun(ask(proxy, 1)).rest()
 
 
@@ -128,7 +132,7 @@ def test_a_pause_by_yield_is_no_silence(start: Callable[..., Proxy], demo_model:
     # attention makes longer prompts slower than in proportion: this is enough on any machine
     long_prompt = "five six seven eight " * min(4000, int(500 * 1.5 * PAUSE_S / took_s))
 
-    stream = begun(ask(proxy, 600))
+    stream = begun(ask(proxy, 60))
     other = ask(proxy, 4, long_prompt)
     events = [event for event in stream.rest() if not event.startswith(b"data: [DONE]")]
     assert [event for event in events if b'"error"' in event] == []
