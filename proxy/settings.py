@@ -208,7 +208,7 @@ class Admission(Frozen):
     age_after_s: OptionalSeconds = 60.0
     age_every_grants: Annotated[int, Field(ge=1, le=1000)] = 8
     cohort_shape: bool = False
-    cohort_shape_ratio: Annotated[float, Field(ge=1, le=1000, allow_inf_nan=False)] = 2.0
+    cohort_shape_ratio: Annotated[float, Field(gt=0, le=1000, allow_inf_nan=False)] = 1.0
     cohort_shape_max_wait_s: Seconds = 10.0
     stale_after_s: Annotated[float, Field(gt=0)] = 3.0
     classes: Mapping[PriorityClass, int] = Field(

@@ -4,8 +4,9 @@ Prompt tokens that must be read are charged at the grant by estimate and settled
 tokens as they arrive, weighted. What the engine never began is given back.
 """
 
+from proxy.admission.entry import Entry
 from proxy.admission.records import Limits
-from proxy.admission.state import Entry, Room
+from proxy.admission.state import Room
 from proxy.types import Outcome, TicketState
 
 _NOT_BEGUN = frozenset({TicketState.GRANTED, TicketState.NATIVE_QUEUED})

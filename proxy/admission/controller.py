@@ -8,6 +8,7 @@ from itertools import count
 from proxy import logs
 from proxy.admission import views
 from proxy.admission.core import step
+from proxy.admission.entry import Entry
 from proxy.admission.events import (
     ArmTimer,
     Arrived,
@@ -47,7 +48,7 @@ from proxy.admission.records import (
     TicketSpec,
     TicketView,
 )
-from proxy.admission.state import Entry, State
+from proxy.admission.state import State
 from proxy.admission.ticket import Ticket
 from proxy.clock import Clock, monotonic
 from proxy.errors import ErrorCode, ProxyError

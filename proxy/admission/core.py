@@ -5,12 +5,13 @@ Every step ends with the decision for each model that was touched, so that capac
 tickets never meet without a grant.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import assert_never
 
-from proxy.admission import accounts, life, mirror
+from proxy.admission import accounts, life, mirror, shape
 from proxy.admission.decide import decide, gate_error
+from proxy.admission.entry import Budget, Entry
 from proxy.admission.events import (
     ArmTimer,
     Arrived,
@@ -38,7 +39,8 @@ from proxy.admission.events import (
 )
 from proxy.admission.ledger import Charge, Ledger
 from proxy.admission.records import TicketSpec
-from proxy.admission.state import Budget, Entry, Room, State
+from proxy.admission.retry import RETRY_MIN_S
+from proxy.admission.state import Room, State
 from proxy.errors import ErrorCode, ProxyError
 from proxy.types import AdminState, BackendKey, Outcome, Snapshot, TicketState
 
@@ -130,10 +132,13 @@ def _arrived(state: State, spec: TicketSpec, rooms: dict[str, Room], now: float)
     room.dropped = False
     state.arrivals += 1
     account = room.shares.enter(spec.key, spec.priority, spec.weight)
+    told = room.returns.redeem((spec.key, spec.retry_id), now) if spec.retry_id else None
     entry = Entry(spec, state.arrivals, now, now, account, senior_at=now)
+    if told is not None:
+        entry.number, entry.senior_at, entry.promised = told.number, told.senior_at, True
     _, entry.need = accounts.estimate(room, entry)
     state.tickets[spec.id] = entry
-    room.line_up(entry)
+    room.queue.add(entry)
     if state.closed is not None:
         return life.refuse(state, entry, state.closed, now)
     if room.admin is not AdminState.ENABLED and room.gate_mode == "reject":
@@ -151,21 +156,40 @@ def _bounded(state: State, spec: TicketSpec, now: float, *, again: bool) -> list
     if entry is None or not entry.waiting:
         return []
     room = state.room(spec.model)
-    over = _over_a_bound(state, room, spec)
+    over = _over_a_bound(state, room, entry, now)
     if over is None:
         return []
-    error = ProxyError(*over, retry_after_s=life.retry_after_s(room, now))
+    error = ProxyError(*over, retry_after_s=_come_back(room, entry, now))
     effects = life.refuse(state, entry, error, now)
     return effects + decide(state, room, now) if again else effects
 
 
-def _over_a_bound(state: State, room: Room, spec: TicketSpec) -> tuple[ErrorCode, str] | None:
-    limits = state.limits
+def _come_back(room: Room, entry: Entry, now: float) -> float:
+    """Tell a refused client when to try again; to one that can be recognised then, it is a promise."""
+    spec = entry.spec
+    who = (spec.key, spec.retry_id)
+    told = room.returns.standing(who, now) if spec.retry_id else None
+    if told is not None:
+        return told
+    after_s = life.retry_after_s(room, now, ahead=1)
+    if spec.retry_id:
+        room.returns.give(who, entry.number, entry.senior_at, now, after_s)
+    return after_s
+
+
+def _over_a_bound(state: State, room: Room, entry: Entry, now: float) -> tuple[ErrorCode, str] | None:
+    limits, spec = state.limits, entry.spec
     bound, where = limits.of(spec.model).max_queue, f"models.{spec.model}.max_queue"
     if bound is None:
         bound, where = limits.max_queue, "admission.max_queue"
     if bound is not None and len(room.queue) > bound:
         return ErrorCode.QUEUE_FULL, f"{bound} requests are already waiting for {spec.model} ({where})"
+    if bound is not None and not entry.promised and len(room.queue) > bound // 2:
+        ahead_s = room.turnover.mean_s or RETRY_MIN_S
+        kept = min(bound // 2, room.returns.places(now, ahead_s))
+        if len(room.queue) > bound - kept:
+            text = f"{spec.model}: the last {kept} of {bound} places ({where}) are kept for clients that were told to come back"
+            return ErrorCode.QUEUE_FULL, text
     if spec.max_queue is not None:
         mine = sum(1 for entry in state.waiting() if entry.spec.key == spec.key)
         if mine > spec.max_queue:
@@ -312,6 +336,7 @@ def _seen(state: State, snapshot: Snapshot, rooms: dict[str, Room], now: float) 
     gone = ledger.observe(snapshot)
     effects = _freed(state, gone, now)
     effects += mirror.reflect(state, room, snapshot, now)
+    ledger.pace.observe(snapshot, sum(entry.charged for entry in _at_work(state, ledger)))
     if ledger.disputed > before:
         effects.append(Mismatch(key, ledger.disputed))
     return effects
@@ -359,8 +384,12 @@ def _next_wake(state: State, now: float) -> float | None:
         times += [book.mirror_changes_at() for book in room.books.values() if room.queue or book.charges]
         patience = state.limits.wide_patience_s
         times += [entry.wide_since + patience for entry in room.queue if entry.wide_since is not None]
+        if state.limits.shape:
+            overs = (shape.over_at(entry, state.limits) for entry in room.queue)
+            times += [over for over in overs if over is not None]
         if state.limits.age_after_s is not None:
-            times += [entry.senior_at + state.limits.age_after_s for entry in room.queue]
+            young = room.queue.younger_than(now - state.limits.age_after_s)
+            times += [] if young is None else [young.senior_at + state.limits.age_after_s]
     # deadlines that are due were expired in this step; what else is past has had its effect
     return min((at for at in times if at > now), default=None)
 
@@ -370,6 +399,13 @@ def _forget_dropped(state: State, rooms: dict[str, Room]) -> None:
     for room in rooms.values():
         if room.dropped and not room.queue and not room.books:
             del state.rooms[room.model]
+
+
+def _at_work(state: State, ledger: Ledger) -> Iterator[Entry]:
+    for charge in ledger.charges.values():
+        entry = state.tickets.get(charge.ticket)
+        if charge.begun and not charge.recalled and entry is not None:
+            yield entry
 
 
 def _freed(state: State, gone: Iterable[Charge], now: float) -> list[Effect]:

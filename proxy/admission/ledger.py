@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from proxy.admission.estimate import Prefixes
+from proxy.admission.pace import Pace
 from proxy.admission.records import BackendView, Mirror
 from proxy.admission.retry import Turnover
 from proxy.types import BackendKey, EngineInfo, EnginePhase, PhasePolicy, Snapshot
@@ -90,7 +91,7 @@ class Capacity:
         return self.free + self.standby >= cost
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Ledger:
     """Books of one backend generation."""
 
@@ -103,6 +104,7 @@ class Ledger:
     snapshot: Snapshot | None = None
     prefixes: Prefixes = field(default_factory=Prefixes)
     turnover: Turnover = field(default_factory=Turnover)
+    pace: Pace = field(default_factory=Pace)
     disputed: int = 0
     """Foreign slots in the last two snapshots alike: work that is not ours, not just an ending of ours."""
     _last_foreign: int = 0
@@ -147,7 +149,8 @@ class Ledger:
             return Cohort(Stage.UNKNOWN)
         if seen.phase in _TAKES_MEMBERS and not seen.sealed:
             return Cohort(Stage.OPEN, seen.cohort)
-        if any(charge.begun for charge in self.charges.values()) or self._foreign() > 0:
+        at_work = any(charge.begun for charge in self.charges.values()) or self._foreign() > 0
+        if at_work and seen.phase is not EnginePhase.IDLE:
             return Cohort(Stage.SEALED, seen.cohort)
         # nothing that the snapshot showed at work is left: who was granted since forms the next cohort
         return Cohort(Stage.OPEN if self.charges else Stage.IDLE)

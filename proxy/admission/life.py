@@ -6,9 +6,10 @@ Every function returns the effects of what it did. Nothing else moves a ticket.
 from collections.abc import Iterator
 
 from proxy.admission import accounts
+from proxy.admission.entry import TRANSITIONS, Budget, Entry, IllegalTransitionError
 from proxy.admission.events import Effect, Ended, Finished, Returned, Waited
 from proxy.admission.records import Ending, outcome_of
-from proxy.admission.state import TRANSITIONS, Budget, Entry, IllegalTransitionError, Room, State
+from proxy.admission.state import Room, State
 from proxy.errors import ErrorCode, ProxyError
 from proxy.types import Outcome, Reason, TicketState
 
@@ -102,7 +103,7 @@ def requeue(room: Room, entry: Entry, now: float) -> list[Effect]:
     entry.grant = entry.granted_at = entry.cohort = None
     entry.cost = 0
     effects = move(entry, TicketState.QUEUED, None, now)
-    room.line_up(entry)
+    room.queue.add(entry)
     room.shares.of(entry.account).come_back(entry.account)
     return [*effects, Returned(entry.spec.id, entry.spec.model)]
 
@@ -201,10 +202,13 @@ def expire(state: State, now: float) -> Iterator[tuple[Room, list[Effect]]]:
         yield room, end(state, entry, error, now)
 
 
-def retry_after_s(room: Room, now: float) -> float:
-    """Return when a client refused by this model should come back, in seconds."""
-    slots = sum(ledger.info.slots for ledger in room.books.values())
-    return room.turnover.retry_after_s(now, len(room.queue), slots)
+def retry_after_s(room: Room, now: float, *, ahead: int | None = None) -> float:
+    """Return when a client refused by this model should come back, in seconds.
+
+    `ahead` requests have to be served until then (None: all that wait).
+    """
+    in_flight = sum(ledger.info.slots + int(ledger.phased) for ledger in room.books.values())
+    return room.turnover.retry_after_s(now, len(room.queue) if ahead is None else ahead, in_flight)
 
 
 def _limit(state: State, entry: Entry, budget: Budget) -> float | None:

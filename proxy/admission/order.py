@@ -6,13 +6,16 @@ wait: once a ticket has waited `age_after_s`, it stands in a second line by arri
 fair shares hold as long as a key's share is at least one in `age_every`.
 """
 
-from collections import deque
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush, merge
+from itertools import islice, takewhile
 
+from proxy.admission.entry import Entry
 from proxy.admission.records import Limits
-from proxy.admission.state import Entry, Room
+from proxy.admission.state import Room
+from proxy.admission.waiting import Queue
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,14 +30,14 @@ def line(room: Room, limits: Limits, now: float) -> Iterator[Turn]:
     """Yield a model's waiting tickets in the order in which they are to be offered.
 
     The caller may grant what it was given before it asks on: counters and turns are read anew each time.
-    The queue itself is copied at the first `next`.
+    Nobody may join meanwhile. The first few cost little, however long the queue is.
     """
-    yield from _line(room, limits, now, _Live(room))
+    return _line(room, limits, now, _Live(room))
 
 
-def projected(room: Room, limits: Limits, now: float) -> list[Entry]:
-    """Return the whole line as it would go if everybody were granted in turn: what a position means."""
-    return [turn.entry for turn in _line(room, limits, now, _Projection(room))]
+def projected(room: Room, limits: Limits, now: float) -> Iterator[Entry]:
+    """Yield the whole line as it would go if everybody were granted in turn: what a position means."""
+    return (turn.entry for turn in _line(room, limits, now, _Projection(room)))
 
 
 def aged(entry: Entry, limits: Limits, now: float) -> bool:
@@ -79,17 +82,17 @@ class _Projection:
 
 
 def _line(room: Room, limits: Limits, now: float, book: _Live | _Projection) -> Iterator[Turn]:
-    queue = list(room.queue)
-    if not queue:
-        return
-    old = deque(entry for entry in queue if aged(entry, limits, now))
     gone: set[int] = set()
-    fair = _by_share(queue, book, gone) if limits.fair_share else _by_arrival(queue, gone)
+    old: list[Entry] | None = None
+    fair = _by_share(room.queue, book, gone) if limits.fair_share else _by_arrival(room.queue, gone)
     while True:
-        while old and old[0].number in gone:
-            old.popleft()
-        if old and book.turns >= limits.age_every - 1:
-            turn = Turn(old.popleft(), aged=True)
+        oldest: Entry | None = None
+        if book.turns >= limits.age_every - 1:
+            if old is None:
+                old = list(takewhile(lambda entry: aged(entry, limits, now), room.queue))
+            oldest = next((entry for entry in old if entry.number not in gone), None)
+        if oldest is not None:
+            turn = Turn(oldest, aged=True)
         else:
             entry = next(fair, None)
             if entry is None:
@@ -100,39 +103,54 @@ def _line(room: Room, limits: Limits, now: float, book: _Live | _Projection) -> 
         book.given(turn)
 
 
-def _by_arrival(queue: list[Entry], gone: set[int]) -> Iterator[Entry]:
-    for entry in sorted(queue, key=lambda entry: -entry.spec.priority):  # stable: arrival within a class
-        if entry.number not in gone:
-            yield entry
+def _by_arrival(queue: Queue, gone: set[int]) -> Iterator[Entry]:
+    for rank in sorted(queue.lines, reverse=True):
+        for entry in merge(*map(list, queue.lines[rank].values()), key=lambda entry: entry.number):
+            if entry.number not in gone:
+                yield entry
 
 
-def _by_share(queue: list[Entry], book: _Live | _Projection, gone: set[int]) -> Iterator[Entry]:
-    classes: dict[int, dict[str, deque[Entry]]] = {}
-    for entry in queue:
-        keys = classes.setdefault(entry.spec.priority, {})
-        mine = keys.get(entry.spec.key)
-        if mine is None:
-            mine = keys[entry.spec.key] = deque()
-        mine.append(entry)
-    for rank in sorted(classes, reverse=True):
-        yield from _of_a_class(list(classes[rank].values()), book, gone)
+def _by_share(queue: Queue, book: _Live | _Projection, gone: set[int]) -> Iterator[Entry]:
+    for rank in sorted(queue.lines, reverse=True):
+        yield from _of_a_class([_Own(mine) for mine in queue.lines.get(rank, {}).values()], book, gone)
 
 
-def _of_a_class(keys: list[deque[Entry]], book: _Live | _Projection, gone: set[int]) -> Iterator[Entry]:
+class _Own:
+    """A key's own line while it is walked, though tickets leave it: what is gone is skipped by number."""
+
+    def __init__(self, mine: list[Entry]) -> None:
+        self._mine = mine
+        self._after = -1
+
+    def first(self, gone: set[int]) -> Entry | None:
+        """Return the first that was not given yet."""
+        start = bisect_right(self._mine, self._after, key=lambda entry: entry.number)
+        for entry in islice(self._mine, start, None):
+            if entry.number not in gone:
+                self._after = entry.number - 1
+                return entry
+        return None
+
+
+def _of_a_class(keys: list[_Own], book: _Live | _Projection, gone: set[int]) -> Iterator[Entry]:
     """Merge the keys' own lines: smallest counter first, ties by arrival of their next."""
-    heap = [(book.counter(mine[0]), mine[0].number, mine) for mine in keys]
-    heapify(heap)
+    heap: list[tuple[float, int, _Own]] = []
+    for own in keys:
+        _push(heap, own, book, gone)
     while heap:
-        *then, mine = heappop(heap)
-        while mine and mine[0].number in gone:
-            mine.popleft()
-        if not mine:
+        counter, number, own = heappop(heap)
+        entry = own.first(gone)
+        if entry is None:
             continue
-        now = (book.counter(mine[0]), mine[0].number)
-        if [*now] != then:
+        if (book.counter(entry), entry.number) != (counter, number):
             # turns by age took from this key's line and charged it since it was put here
-            heappush(heap, (*now, mine))
+            _push(heap, own, book, gone)
             continue
-        yield mine.popleft()
-        if mine:
-            heappush(heap, (book.counter(mine[0]), mine[0].number, mine))
+        yield entry
+        _push(heap, own, book, gone)
+
+
+def _push(heap: list[tuple[float, int, _Own]], own: _Own, book: _Live | _Projection, gone: set[int]) -> None:
+    entry = own.first(gone)
+    if entry is not None:
+        heappush(heap, (book.counter(entry), entry.number, own))

@@ -9,11 +9,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from proxy.admission import cost
+from proxy.admission.entry import Entry
 from proxy.admission.events import Effect, Recall
 from proxy.admission.ledger import Charge, Ledger, Stage
-from proxy.admission.order import aged
+from proxy.admission.order import aged, projected
 from proxy.admission.records import Limits
-from proxy.admission.state import Entry, Room, State
+from proxy.admission.state import Room, State
 from proxy.types import BackendKey, TicketState
 
 _NOT_BEGUN = frozenset({TicketState.GRANTED, TicketState.NATIVE_QUEUED})
@@ -25,9 +26,9 @@ class _Parked:
     charge: Charge
 
 
-def wanted(state: State, room: Room, left: list[Entry], now: float) -> list[Effect]:
-    """Return the recalls that those who are left waiting (in order) are worth."""
-    if not state.limits.recall or not left:
+def wanted(state: State, room: Room, now: float) -> list[Effect]:
+    """Return the recalls that those who wait, in their order, are worth."""
+    if not state.limits.recall or not room.queue:
         return []
     parked = {
         ledger.key: found for ledger in room.books.values() if (found := list(_parked(state, ledger, now)))
@@ -37,7 +38,7 @@ def wanted(state: State, room: Room, left: list[Entry], now: float) -> list[Effe
     coming = sum(_on_its_way_back(state, ledger) for ledger in room.books.values())
     effects: list[Effect] = []
     ahead: dict[str, float] = {}
-    for waiter in left:
+    for waiter in projected(room, state.limits, now):
         need = _need(room, waiter)
         if need is None:
             break

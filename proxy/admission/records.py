@@ -117,7 +117,7 @@ class Limits:
     age_every: int = 8
     recall: bool = True
     shape: bool = False
-    shape_ratio: float = 2.0
+    shape_ratio: float = 1.0
     shape_max_wait_s: float = 10.0
     models: Mapping[str, ModelLimits] = field(default_factory=dict)
 

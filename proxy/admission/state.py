@@ -3,130 +3,18 @@
 Only the core changes it; everybody else reads views.
 """
 
-from bisect import insort
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from enum import StrEnum
 
+from proxy.admission.entry import Entry
 from proxy.admission.estimate import Lengths
-from proxy.admission.fair import Account, Book
+from proxy.admission.fair import Book
 from proxy.admission.ledger import Charge, Ledger
-from proxy.admission.records import GateMode, Grant, Limits, TicketSpec
-from proxy.admission.retry import Turnover
+from proxy.admission.records import GateMode, Limits
+from proxy.admission.retry import Returns, Turnover
+from proxy.admission.waiting import Queue
 from proxy.errors import ProxyError
-from proxy.types import AdminState, BackendKey, Outcome, Reason, TicketState
-
-
-class IllegalTransitionError(Exception):
-    """A ticket was told to go where its table does not lead; nothing was changed."""
-
-
-_ENGINE = frozenset(
-    {
-        TicketState.NATIVE_QUEUED,
-        TicketState.PREFILL,
-        TicketState.READY,
-        TicketState.GENERATING,
-        TicketState.PAUSED,
-    }
-)
-_OUT = frozenset({TicketState.CANCELLING, TicketState.DONE})
-
-TRANSITIONS: dict[TicketState, frozenset[TicketState]] = {
-    TicketState.QUEUED: frozenset({TicketState.GRANTED, TicketState.DONE}),
-    # back into the queue leads a recall, also one that the engine's progress has overtaken
-    TicketState.GRANTED: _ENGINE | _OUT | {TicketState.QUEUED},
-    # polling skips states, and a full cache sends members back to the engine's queue
-    **{state: (_ENGINE - {state}) | _OUT | {TicketState.QUEUED} for state in _ENGINE},
-    TicketState.CANCELLING: frozenset({TicketState.DONE}),
-    TicketState.DONE: frozenset(),
-}
-
-
-class Budget(StrEnum):
-    """Clocks that run while a ticket waits; each has its own limit and its own error code."""
-
-    QUEUE = "queue"
-    LOAD = "load"
-    GATE = "gate"
-
-
-_BUDGET_OF_REASON: dict[Reason, Budget] = {
-    Reason.GATE_BLOCKED: Budget.GATE,
-    Reason.MODEL_DRAINING: Budget.GATE,
-    Reason.MODEL_LOADING: Budget.LOAD,
-    Reason.BACKEND_DOWN: Budget.LOAD,
-    Reason.SWAP_WAIT: Budget.LOAD,
-    Reason.NO_FREE_SLOT: Budget.QUEUE,
-    Reason.COHORT_SEALED: Budget.QUEUE,
-    Reason.COHORT_SHAPE: Budget.QUEUE,
-    Reason.FAIRNESS: Budget.QUEUE,
-    Reason.WIDE_REQUEST: Budget.QUEUE,
-}
-
-
-@dataclass(slots=True, eq=False)
-class Entry:
-    """One live ticket.
-
-    `number` is its arrival rank and `senior_at` what its age counts from (both older than `arrived_at`
-    after a refusal that was kept to). `account` is its key's, `need` the estimate of prompt tokens to
-    be read for it, `charged` and `folded` what was charged for its prompt and how many of its generated
-    tokens. `since` is when (state, reason) last changed; `lived`, `held` and
-    `spent` hold the seconds of what came before, by state, reason and budget; `due` remembers the deadline that
-    follows from them while `due_known`. `wide_since` is when a wide ticket first stood at the head.
-    `ended` is set when it was ended from elsewhere, `outcome` once it is settled (a cancelling ticket
-    has one already). `recalling` is set from the recall to the return, `committed` once the engine
-    answered; `recalls` counts returns.
-    """
-
-    spec: TicketSpec
-    number: int
-    arrived_at: float
-    since: float
-    account: Account
-    senior_at: float
-    need: float = 0.0
-    charged: float = 0.0
-    folded: int = 0
-    refundable: bool = False
-    reported: bool = False
-    recalling: bool = False
-    committed: bool = False
-    recalls: int = 0
-    state: TicketState = TicketState.QUEUED
-    reason: Reason | None = None
-    grant: Grant | None = None
-    granted_at: float | None = None
-    cost: int = 0
-    tokens: int = 0
-    cohort: int | None = None
-    wide_since: float | None = None
-    lived: dict[TicketState, float] = field(default_factory=dict)
-    held: dict[Reason, float] = field(default_factory=dict)
-    spent: dict[Budget, float] = field(default_factory=dict)
-    due: float | None = None
-    due_known: bool = False
-    ended: ProxyError | None = None
-    outcome: Outcome | None = None
-    finished_at: float | None = None
-
-    @property
-    def waiting(self) -> bool:
-        """Whether it stands in the proxy's queue."""
-        return self.state is TicketState.QUEUED
-
-    @property
-    def budget(self) -> Budget | None:
-        """The clock that runs now: queueing counts in the proxy, in the engine and at the barrier."""
-        if self.reason is not None:
-            return _BUDGET_OF_REASON[self.reason]
-        return Budget.QUEUE if self.state is TicketState.READY else None
-
-    def queued_s(self, now: float) -> float:
-        """Seconds in the proxy's queue so far."""
-        end = self.granted_at if self.granted_at is not None else self.finished_at
-        return (now if end is None else end) - self.arrived_at
+from proxy.types import AdminState, BackendKey
 
 
 @dataclass(slots=True)
@@ -141,7 +29,7 @@ class Room:
     admin: AdminState = AdminState.ENABLED
     gate_reason: str = ""
     gate_mode: GateMode = "hold"
-    queue: list[Entry] = field(default_factory=list)
+    queue: Queue = field(default_factory=Queue)
     books: dict[str, Ledger] = field(default_factory=dict)
     retired: dict[str, int] = field(default_factory=dict)
     load_asked: bool = False
@@ -149,14 +37,11 @@ class Room:
     dropped: bool = False
     swap_wait: bool = False
     turnover: Turnover = field(default_factory=Turnover)
+    returns: Returns = field(default_factory=Returns)
     shares: Book = field(default_factory=Book)
     lengths: Lengths = field(default_factory=Lengths)
     turns: int = 0
     """Grants since the last turn by age."""
-
-    def line_up(self, entry: Entry) -> None:
-        """Put a ticket into the queue at the place of its arrival."""
-        insort(self.queue, entry, key=lambda other: other.number)
 
     def ledger(self, key: BackendKey) -> Ledger | None:
         """Return the books of exactly this generation, None when it is not (or no longer) ready."""

@@ -3,8 +3,8 @@
 import asyncio
 from typing import Protocol, overload
 
+from proxy.admission.entry import Entry
 from proxy.admission.records import Grant, TicketSpec
-from proxy.admission.state import Entry
 from proxy.errors import ProxyError
 from proxy.types import Outcome, Reason, TicketState
 

@@ -4,10 +4,11 @@ from collections import Counter
 from collections.abc import Iterator
 
 from proxy.admission import life
+from proxy.admission.entry import Budget, Entry
 from proxy.admission.life import deadline, held_s
 from proxy.admission.order import projected
 from proxy.admission.records import ModelAdmissionView, TicketView
-from proxy.admission.state import Budget, Entry, Room, State
+from proxy.admission.state import Room, State
 from proxy.types import TicketState
 
 _SETTING = {
@@ -22,7 +23,8 @@ def position(state: State, entry: Entry, now: float) -> int:
     """Return a waiting ticket's 1-based place in its model's queue, 0 for one that does not wait."""
     if not entry.waiting:
         return 0
-    return projected(state.room(entry.spec.model), state.limits, now).index(entry) + 1
+    line = projected(state.room(entry.spec.model), state.limits, now)
+    return next(place for place, other in enumerate(line, start=1) if other is entry)
 
 
 def ticket_view(state: State, entry: Entry, place: int, now: float) -> TicketView:

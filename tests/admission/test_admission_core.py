@@ -3,9 +3,9 @@
 import pytest
 from admission_kit import Scene, backend, spec
 
+from proxy.admission.entry import TRANSITIONS, IllegalTransitionError
 from proxy.admission.events import Arrived, Configured, Granted, Load, Poke, Tick
 from proxy.admission.records import Limits, Mirror, ModelLimits, make_tag
-from proxy.admission.state import TRANSITIONS, IllegalTransitionError
 from proxy.errors import ErrorCode
 from proxy.types import AdminState, EnginePhase, MemberState, Outcome, PhasePolicy, Reason, TicketState
 
