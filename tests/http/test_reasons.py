@@ -8,7 +8,7 @@ import aiohttp
 import pytest
 
 from proxy.errors import ErrorCode, ProxyError
-from proxy.types import AdminState, MemberState, PhasePolicy, Reason
+from proxy.types import AdminState, EnginePhase, MemberState, PhasePolicy, Reason
 
 from .test_forward import CHAT, chat
 from .world import House, house, settings, until
@@ -135,6 +135,21 @@ async def fairness():
         yield s, task
 
 
+@asynccontextmanager
+async def cohort_shape():
+    """A cohort of short prompts is being read; a long one would hold it up, and waits for its like."""
+    async with scene({"cohort_shape": True}, slots=2, policy=PhasePolicy.DRAIN) as s:
+        (await s.ask("loads")).close()
+        await until(lambda: s.h.live() == 0)
+        s.h.showing = EnginePhase.PREFILL_OPEN
+        s.h.member = MemberState.PREFILL
+        pace = s.h.admission._state.rooms["demo"].books["demo-0"].pace
+        pace.reading_s, pace.read_tokens, pace.generation_s = 1.0, 1.0, 1.0
+        s.ask("short", paced={"prefill_ms": 60_000})
+        await until(lambda: s.h.live() == 1)
+        yield s, s.ask("waits", messages=[{"role": "user", "content": "long " * 5000}])
+
+
 SCENES: dict[Reason, Callable] = {
     Reason.MODEL_LOADING: loading,
     Reason.SWAP_WAIT: swap_wait,
@@ -145,6 +160,7 @@ SCENES: dict[Reason, Callable] = {
     Reason.COHORT_SEALED: natively_queued,
     Reason.WIDE_REQUEST: wide_request,
     Reason.FAIRNESS: fairness,
+    Reason.COHORT_SHAPE: cohort_shape,
 }
 
 
@@ -171,4 +187,4 @@ async def test_a_reason_is_seen_everywhere(reason: Reason):
 
 
 def test_every_reason_has_its_scene():
-    assert set(SCENES) == set(Reason) - {Reason.COHORT_SHAPE}
+    assert set(SCENES) == set(Reason)

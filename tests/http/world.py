@@ -63,6 +63,8 @@ class House:
         self.member: MemberState = MemberState.GENERATE
         self.members: dict[str, MemberState] = {}
         """Where single requests are, by the stem of their tag; the others are where `member` says."""
+        self.showing: EnginePhase | None = None
+        """What the engine says it does, where that is not to follow from its slots."""
         self.mute = False
         """Whether the engine shows its slots no more."""
         self.keys: dict[str, BackendKey] = {}
@@ -149,7 +151,7 @@ class House:
         idle = [SlotView(id=number, busy=False) for number in range(len(busy), self.slots)]
         phase = EnginePhase.UNKNOWN
         if self.policy is not PhasePolicy.UNKNOWN:
-            phase = EnginePhase.GENERATE if busy else EnginePhase.IDLE
+            phase = self.showing or (EnginePhase.GENERATE if busy else EnginePhase.IDLE)
         seen = Snapshot(key, now, now, (*busy, *idle), native=self.native, phase=phase)
         self.admission.snapshot(seen)
 
