@@ -90,6 +90,20 @@ class Described:
                 "charged": view.charged,
                 "slots": view.slots,
                 "free": view.free,
+                "backends": [
+                    {
+                        "backend": backend.key.backend,
+                        "generation": backend.key.generation,
+                        "mirror": backend.mirror.value,
+                        "slots": backend.slots,
+                        "charged": backend.charged,
+                        "cancelling": backend.cancelling,
+                        "foreign": backend.foreign,
+                        "free": backend.free,
+                        "standby": backend.standby,
+                    }
+                    for backend in view.backends
+                ],
                 "reasons": {reason.value: count for reason, count in view.reasons.items()},
                 "states": {state.value: count for state, count in view.states.items()},
             },

@@ -9,6 +9,7 @@ from proxy import __version__, logs
 from proxy.admission import Admission
 from proxy.app.describe import Described
 from proxy.app.engines import Engines, IdentityCheck
+from proxy.app.reconcile import Reconciler
 from proxy.backends import Fleet
 from proxy.catalog import Catalog
 from proxy.clock import Clock, monotonic
@@ -61,6 +62,8 @@ class Proxy:
         self.admission = Admission(
             settings, self.metrics, _World(self), clock=clock, listener=partial(note_effect, self.hub)
         )
+        stale_after_s = settings.admission.stale_after_s
+        self.reconciler = Reconciler(self.admission, self.metrics, self.hub, stale_after_s)
         self.metrics.build_info.labels(__version__, "", "").set(1)
 
     def http(self) -> web.Application:
@@ -128,13 +131,14 @@ class _Observer:
         self._proxy.admission.backend_ready(key, info)
 
     def on_down(self, key: BackendKey, error: ProxyError) -> None:
+        self._proxy.reconciler.forget(key)
         self._proxy.admission.backend_down(key, error)
 
     def on_load_failed(self, model: str, error: ProxyError) -> None:
         self._proxy.admission.load_failed(model, error)
 
     def on_snapshot(self, snapshot: Snapshot) -> None:
-        self._proxy.admission.snapshot(snapshot)
+        self._proxy.reconciler.take(snapshot)
         seen = (snapshot.key, snapshot.phase, snapshot.cohort)
         if self._phases.get(snapshot.key.model) != seen:
             self._phases[snapshot.key.model] = seen
