@@ -42,9 +42,9 @@ def test_five_seconds_without_a_view(
 ) -> None:
     """Meanwhile one client leaves, a stranger takes a slot, others are served; the metric tells the age; afterwards
     one line says what was found, and the books are right again."""
-    engine = f"${{ENGINE}} -m {zoo('llama-mid')} -t 1 -np 4 -c 32768"
+    engine = f"${{ENGINE}} -m {zoo('llama-mid')} -t 1 -np 4 -c 32768 --phase-policy mixed"
     command = f"{sys.executable} {VEIL} {tmp_path} ${{PORT}} {engine}"
-    proxy = start({"engine": {"phase_policy": "mixed"}, "models": {"m": {"cmd": command}}}, traced=True)
+    proxy = start({"models": {"m": {"cmd": command}}}, traced=True)
     stays = first(ask(proxy.url, "stays", 20_000))
     leaves = first(ask(proxy.url, "leaves", 20_000))
     until("the view is fresh", lambda: backend(proxy)["mirror"] == "native")
