@@ -14,7 +14,7 @@ from tests.engine.enginekit.oracle import Oracle
 from tests.engine.enginekit.server import EXACT, Server
 
 HERE = Path(__file__).resolve().parent
-TEST_TIMEOUT_S, SOAK_TIMEOUT_S = 240, 1800
+TEST_TIMEOUT_S, SOAK_TIMEOUT_S = 900, 3600
 
 EngineFactory = Callable[..., Server]
 OracleFactory = Callable[..., Oracle]
