@@ -19,7 +19,7 @@ from proxy.http.ports import HttpContext
 from proxy.http.requests import Requests
 from proxy.sse import comment
 
-COMPARE_S: Final = 0.1
+COMPARE_S: Final = 0.2
 TOKENS_S: Final = 1.0
 """A request of which only its count of tokens changes is told this often."""
 IDLE_COMMENT_S: Final = 15.0
