@@ -244,7 +244,8 @@ class Flight:
             self._keepalive_s,
             lambda: self._reply.keepalive(_waiting(ticket)),
         )
-        if exchange is None:
+        if exchange is None and not ticket.ended.done():
+            # one that was ended at the same moment is let go of as any that ran
             self._opening = False
             self._grant = None
             call.granted = call.opened = 0.0

@@ -6,6 +6,7 @@ import contextlib
 import aiohttp
 import pytest
 
+from proxy.errors import ErrorCode, ProxyError
 from proxy.http.opening import head_or_recall
 from proxy.types import MemberState, PhasePolicy
 from proxy.upstream import Head, UpstreamDied, UpstreamRequest
@@ -87,6 +88,31 @@ async def test_a_client_may_leave_at_any_moment_of_a_recall():
             task.cancel()
         running.close()
         await until(lambda: h.live() == 0)
+        assert h.admission.broken_rules() == []
+
+
+async def test_an_operator_who_cancels_in_the_moment_of_a_recall_wins():
+    configured = settings(server=CLASSES)
+    async with (
+        house(configured, slots=1, policy=PhasePolicy.DRAIN) as h,
+        aiohttp.ClientSession(h.base) as client,
+    ):
+        h.members["bob2"] = MemberState.QUEUED
+        running = await ask(client, "kb", "bob1", tokens=100_000, pace_ms=2)
+        await running.content.readuntil(b"t2")
+        waiting = asyncio.ensure_future(ask(client, "kb", "bob2", prefill_ms=60_000))
+        first = await h.engine.seen(2)
+        ticket = h.admission._tickets["bob2"]
+        ticket.entry.recalling = True
+        ticket.recall()
+        h.admission.cancel("bob2", ProxyError(ErrorCode.CANCELLED_BY_OPERATOR, "by root"))
+        async with await waiting as answer:
+            assert answer.status == 503
+            assert (await answer.json())["error"]["code"] == "cancelled_by_operator"
+        await asyncio.wait_for(first.gone.wait(), 5)
+        running.close()
+        await until(lambda: h.live() == 0)
+        assert len(h.engine.requests) == 2
         assert h.admission.broken_rules() == []
 
 
