@@ -48,7 +48,8 @@ PURE = {
     *("types", "errors", "headers", "sse", "catalog"),
     *("admission.accounts", "admission.core", "admission.cost", "admission.decide", "admission.estimate"),
     *("admission.fair", "admission.ledger", "admission.life", "admission.mirror", "admission.order"),
-    *("admission.recall", "admission.records", "admission.retry", "admission.state", "admission.views"),
+    *("admission.entry", "admission.pace", "admission.place", "admission.recall", "admission.records"),
+    *("admission.retry", "admission.shape", "admission.state", "admission.views", "admission.waiting"),
     *("backends.lifecycle", "backends.command", "backends.slots"),
 }
 IMPURE_IMPORTS = {"asyncio", "socket", "subprocess", "time", "logging", "threading", "aiohttp", "os"}

@@ -6,6 +6,7 @@ from itertools import islice
 
 from proxy.admission.events import Effect, Finished, Granted, Mismatch, Returned, Waited
 from proxy.admission.state import State
+from proxy.admission.views import shares
 from proxy.metrics import LABELLED_KEYS, OTHER, Metrics
 from proxy.types import Outcome, Reason, TicketState
 
@@ -23,15 +24,15 @@ class Instruments:
         self._metrics = metrics
         self._models: tuple[str, ...] = ()
         self._priorities: tuple[str, ...] = ()
-        self._keys: frozenset[str] = frozenset()
+        self._keys: tuple[str, ...] = ()
         self._counted: dict[str, float] = {}
         """Seconds of present waits that were counted already, by ticket."""
 
-    def configure(self, models: Iterable[str], priorities: Iterable[str], keys: Iterable[str]) -> None:
-        """Set the closed vocabularies of the labels; of keys at most `LABELLED_KEYS` get their own."""
+    def configure(self, models: Iterable[str], priorities: Iterable[str], keys: Iterable[str] = ()) -> None:
+        """Set the closed vocabularies of the labels; of the keys `LABELLED_KEYS` have a series of their own."""
         self._models = tuple(models)
         self._priorities = tuple(priorities)
-        self._keys = frozenset(islice(keys, LABELLED_KEYS))
+        self._keys = tuple(islice(keys, LABELLED_KEYS))
         for model in self._models:
             self._metrics.wide_requests.labels(model)
             self._metrics.recalls.labels(model)
@@ -62,7 +63,6 @@ class Instruments:
         """Set the gauges to what is true now."""
         metrics = self._metrics
         self._count_waits(state, now)
-        self._show_shares(state)
         inflight = Counter((entry.spec.model, entry.state) for entry in state.tickets.values())
         size: Counter[tuple[str, str]] = Counter()
         held: Counter[tuple[str, str]] = Counter()
@@ -72,6 +72,7 @@ class Instruments:
             size[key] += 1
             held[key] += entry.spec.body_bytes
             oldest[key] = max(oldest.get(key, 0.0), now - entry.arrived_at)
+        self._refresh_keys(state)
         for model in self._models:
             for place in _LIVE:
                 metrics.inflight.labels(model, place).set(inflight[model, place])
@@ -91,11 +92,9 @@ class Instruments:
                 self._counted[entry.spec.id] = seconds
                 self._metrics.hold_seconds.labels(entry.spec.model, entry.reason).inc(fresh)
 
-    def _show_shares(self, state: State) -> None:
-        """A key's counters of all models and classes in one sum; clients without a name in one series."""
-        sums = dict.fromkeys((*self._keys, OTHER), 0.0)
-        for room in state.rooms.values():
-            for account in room.shares.accounts():
-                sums[account.key if account.key in self._keys else OTHER] += account.counter
-        for key, value in sums.items():
-            self._metrics.key_counter.labels(key).set(value)
+    def _refresh_keys(self, state: State) -> None:
+        """Show the keys' counters; of all who have no series of their own the one that is furthest ahead."""
+        counters = shares(state)
+        for key in self._keys:
+            self._metrics.key_counter.labels(key).set(counters.pop(key, 0.0))
+        self._metrics.key_counter.labels(OTHER).set(max(counters.values(), default=0.0))

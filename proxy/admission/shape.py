@@ -75,13 +75,17 @@ def over_at(entry: Entry, limits: Limits) -> float | None:
 
 
 def _late(book: Ledger, now: float) -> bool:
-    """Whether the choice for an engine's next cohort can be left until the running one has ended."""
-    return book.info.policy is PhasePolicy.DRAIN and book.cohort(now).stage is not Stage.UNKNOWN
+    """Whether the choice for an engine's next cohort can be left until the running one has ended.
+
+    Not while strangers are at work there: their next cohort may come before ours, again and again.
+    """
+    if book.info.policy is not PhasePolicy.DRAIN or book.cohort(now).stage is Stage.UNKNOWN:
+        return False
+    return book.capacity(now).foreign == 0
 
 
 def _runs(book: Ledger, now: float) -> bool:
-    """Whether a cohort of ours runs; while strangers are at work their next cohort may come before ours."""
-    return book.cohort(now).stage is Stage.SEALED and book.capacity(now).foreign == 0
+    return book.cohort(now).stage is Stage.SEALED
 
 
 def _simple(entry: Entry) -> bool:

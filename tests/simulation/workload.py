@@ -87,6 +87,11 @@ def burst(seed: int, count: int, output: int | None = None) -> list[Ask]:
     return asks if output is None else [replace(ask, output=output) for ask in asks]
 
 
+def all_at_once(asks: list[Ask]) -> list[Ask]:
+    """The same requests, in the same order, without their times: what a capacity is measured with."""
+    return [replace(ask, at=index * 1e-4) for index, ask in enumerate(asks)]
+
+
 def late_long(seed: int, shorts: int = 3, prompt: int = 2_100, after: float = 5.0) -> list[Ask]:
     """A few short streams at work, and one long prompt that comes late."""
     chance = random.Random(f"late-{seed}")
@@ -111,17 +116,17 @@ def backlog(
     return sorted(asks, key=lambda ask: ask.at)
 
 
-def two_loads(
-    seed: int, capacity: float, loads: tuple[tuple[float, float], ...] = ((60.0, 2.0), (60.0, 0.8))
+def loads(
+    seed: int, capacity: float, phases: tuple[tuple[float, float], ...], lengths: Lengths = CODE
 ) -> list[Ask]:
-    """Poisson conversation at a multiple of the capacity (requests per second), phase after phase."""
+    """Poisson arrivals, phase after phase: (seconds, multiple of the capacity in requests per second)."""
     chance = random.Random(f"loads-{seed}")
     asks: list[Ask] = []
     start = 0.0
-    for seconds, load in loads:
+    for seconds, load in phases:
         at = start
         while (at := at + chance.expovariate(load * capacity)) < start + seconds:
-            asks.append(_ask(chance, CONVERSATION, len(asks), at))
+            asks.append(_ask(chance, lengths, len(asks), at))
         start += seconds
     return asks
 

@@ -61,6 +61,8 @@ class Client:
     """One request's life, as its client and the observer saw it."""
 
     ask: Ask
+    sent: float = 0.0
+    """When it was last sent: a refused client sends again."""
     grants: list[float] = field(default_factory=list)
     tags: list[str] = field(default_factory=list)
     first: float | None = None
@@ -74,8 +76,8 @@ class Client:
 
     @property
     def wait(self) -> float:
-        """Seconds from its arrival to its first token (inf when there was none)."""
-        return float("inf") if self.first is None else self.first - self.ask.at
+        """Seconds from its last sending to its first token (inf when there was none)."""
+        return float("inf") if self.first is None else self.first - self.sent
 
     @property
     def to_second(self) -> float:
@@ -168,7 +170,9 @@ class World:
     def _arrive(self, ask: Ask) -> None:
         for key, engine in self.engines.items():
             if engine.idle and self.now - self._beats.get(key, 0.0) > 0:
-                self._seen(key)  # polling of an idle engine goes on, it is only not simulated
+                # polling of an idle engine goes on, it is only not simulated
+                self._seen(key)
+        self.clients[ask.name].sent = self.now
         self._post(
             Arrived(
                 TicketSpec(
