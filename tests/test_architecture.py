@@ -46,9 +46,16 @@ THIRD_PARTY_ROOMS = {
 
 PURE = {
     *("types", "errors", "headers", "sse", "catalog"),
-    *("admission.accounts", "admission.core", "admission.cost", "admission.decide", "admission.estimate"),
+    *("admission.accounts", "admission.core", "admission.cost", "admission.decide", "admission.door"),
     *("admission.fair", "admission.ledger", "admission.life", "admission.mirror", "admission.order"),
-    *("admission.entry", "admission.pace", "admission.place", "admission.recall", "admission.records"),
+    *(
+        "admission.entry",
+        "admission.estimate",
+        "admission.pace",
+        "admission.place",
+        "admission.recall",
+        "admission.records",
+    ),
     *("admission.retry", "admission.shape", "admission.state", "admission.views", "admission.waiting"),
     *("backends.lifecycle", "backends.command", "backends.slots"),
 }

@@ -45,7 +45,7 @@ class Fairness:
 
 def fairness(seed: int, limits: Limits = DEFAULT, *, flood: int = 10, speed: Speed = GPU) -> Fairness:
     """Four polite keys and one that asks for `flood` times as much, until each was served 40 times."""
-    keys = dict.fromkeys(POLITE, SERVED + 15) | {"flood": (SERVED + 15) * flood}
+    keys = dict.fromkeys(POLITE, SERVED + 5) | {"flood": (SERVED + 5) * flood}
     world = World(workload.backlog(seed, keys), speed, limits, seed=seed)
     until = 0.0
     while min(_done(world, key) for key in keys) < SERVED:
