@@ -64,10 +64,14 @@ _TAGGABLE: Final = re.compile(r"[A-Za-z0-9._-]{1,48}")
 
 @dataclass(frozen=True, slots=True)
 class RequestId:
-    """`shown` goes back to the client; `tag` names the ticket and fits the engine's rule for tags."""
+    """`shown` goes back to the client; `tag` names the ticket and fits the engine's rule for tags.
+
+    `given`: the client chose it, and may come back with it.
+    """
 
     shown: str
     tag: str
+    given: bool = False
 
 
 def connection_named(headers: Iterable[tuple[str, str]]) -> frozenset[str]:
@@ -125,7 +129,7 @@ def request_id(given: str | None) -> RequestId:
     if given is None or _ECHOED.fullmatch(given) is None:
         own = mint()
         return RequestId(own, own)
-    return RequestId(given, given if _TAGGABLE.fullmatch(given) else mint())
+    return RequestId(given, given if _TAGGABLE.fullmatch(given) else mint(), given=True)
 
 
 def retry_headers(retry_after_s: float | None) -> dict[str, str]:

@@ -11,6 +11,10 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.metrics import MetricWrapperBase
 
 PREFIX: Final = "llama_proxy_"
+OTHER: Final = "other"
+"""Label of clients without a configured name."""
+LABELLED_KEYS: Final = 64
+"""Names beyond these count as `OTHER`, too."""
 _M = TypeVar("_M", bound=MetricWrapperBase)
 
 LAT: Final = (

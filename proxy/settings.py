@@ -98,7 +98,10 @@ class Frozen(BaseModel):
 
 
 class ApiKey(Frozen):
-    """One client's key. `weight` and `class` are used by fair sharing; `models` are glob patterns."""
+    """One client's key. `weight` and `class` are used by fair sharing; `models` are glob patterns.
+
+    `max_tokens_default` replaces the model's; of two caps the lower one counts.
+    """
 
     name: Annotated[str, Field(min_length=1, max_length=64)]
     key: Key
@@ -106,6 +109,8 @@ class ApiKey(Frozen):
     weight: Annotated[float, Field(gt=0, le=1000)] = 1.0
     max_queue: OptionalCount = None
     models: tuple[str, ...] = ("*",)
+    max_tokens_default: OptionalCount = None
+    max_tokens_cap: OptionalCount = None
 
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
 
@@ -250,6 +255,8 @@ class Model(Frozen):
     phase_admit_ms: Annotated[int, Field(ge=0, le=60_000)] | None = None
     on_proxy_exit: Literal["stop", "keep"] = "stop"
     max_queue: OptionalCount = None
+    max_tokens_default: OptionalCount = None
+    max_tokens_cap: OptionalCount = None
     budgets: Budgets = Budgets()
     stop: Stop = Stop()
 

@@ -23,11 +23,15 @@ class UpstreamRequest:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """Status line and headers of an upstream response, in order, as received."""
+    """Status line and headers of an upstream response, in order, as received.
+
+    `connect_s` is the time it took to get a connection for the request.
+    """
 
     status: int
     headers: Sequence[tuple[str, str]]
     reused_connection: bool = False
+    connect_s: float = 0.0
     lowered: Mapping[str, str] = field(default_factory=dict)
 
     def get(self, name: str, default: str = "") -> str:

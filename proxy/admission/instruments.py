@@ -7,18 +7,17 @@ from itertools import islice
 from proxy.admission.events import Effect, Finished, Granted, Mismatch, Returned, Waited
 from proxy.admission.state import State
 from proxy.admission.views import shares
-from proxy.metrics import Metrics
+from proxy.metrics import LABELLED_KEYS, OTHER, Metrics
 from proxy.types import Outcome, Reason, TicketState
 
-_KEYS_LIMIT = 64
-_OTHER = "other"
 _LIVE = tuple(state for state in TicketState if state is not TicketState.DONE)
 
 
 class Instruments:
     """Writes the queue, hold and in-flight metrics of one proxy.
 
-    `models` and `priorities` are the configured names: their series exist from the start, at 0.
+    `models`, `priorities` and `keys` are the configured names: their series exist from the start, at 0.
+    A wait that is not over is counted as far as it has come whenever the metrics are read.
     """
 
     def __init__(self, metrics: Metrics) -> None:
@@ -26,12 +25,14 @@ class Instruments:
         self._models: tuple[str, ...] = ()
         self._priorities: tuple[str, ...] = ()
         self._keys: tuple[str, ...] = ()
+        self._counted: dict[str, float] = {}
+        """Seconds of present waits that were counted already, by ticket."""
 
     def configure(self, models: Iterable[str], priorities: Iterable[str], keys: Iterable[str] = ()) -> None:
-        """Set the closed vocabularies of the labels; of the keys the first 64 have a series of their own."""
+        """Set the closed vocabularies of the labels; of the keys `LABELLED_KEYS` have a series of their own."""
         self._models = tuple(models)
         self._priorities = tuple(priorities)
-        self._keys = tuple(islice(keys, _KEYS_LIMIT))
+        self._keys = tuple(islice(keys, LABELLED_KEYS))
         for model in self._models:
             self._metrics.wide_requests.labels(model)
             self._metrics.recalls.labels(model)
@@ -42,8 +43,9 @@ class Instruments:
         """Count one effect."""
         metrics = self._metrics
         match effect:
-            case Waited(model=model, reason=reason, seconds=seconds):
-                metrics.hold_seconds.labels(model, reason).inc(seconds)
+            case Waited(ticket, model, reason, seconds):
+                rest = seconds - self._counted.pop(ticket, 0.0)
+                metrics.hold_seconds.labels(model, reason).inc(max(0.0, rest))
             case Granted(grant=grant, wide=True):
                 metrics.wide_requests.labels(grant.key.model).inc()
             case Returned(model=model):
@@ -60,6 +62,7 @@ class Instruments:
     def refresh(self, state: State, now: float) -> None:
         """Set the gauges to what is true now."""
         metrics = self._metrics
+        self._count_waits(state, now)
         inflight = Counter((entry.spec.model, entry.state) for entry in state.tickets.values())
         size: Counter[tuple[str, str]] = Counter()
         held: Counter[tuple[str, str]] = Counter()
@@ -79,9 +82,19 @@ class Instruments:
                 metrics.queue_bytes.labels(*key).set(held[key])
                 metrics.queue_oldest.labels(*key).set(oldest.get(key, 0.0))
 
+    def _count_waits(self, state: State, now: float) -> None:
+        for entry in state.tickets.values():
+            if entry.reason is None:
+                continue
+            seconds = now - entry.since
+            fresh = seconds - self._counted.get(entry.spec.id, 0.0)
+            if fresh > 0:
+                self._counted[entry.spec.id] = seconds
+                self._metrics.hold_seconds.labels(entry.spec.model, entry.reason).inc(fresh)
+
     def _refresh_keys(self, state: State) -> None:
         """Show the keys' counters; of all who have no series of their own the one that is furthest ahead."""
         counters = shares(state)
         for key in self._keys:
             self._metrics.key_counter.labels(key).set(counters.pop(key, 0.0))
-        self._metrics.key_counter.labels(_OTHER).set(max(counters.values(), default=0.0))
+        self._metrics.key_counter.labels(OTHER).set(max(counters.values(), default=0.0))

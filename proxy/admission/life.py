@@ -154,6 +154,17 @@ def held_s(entry: Entry, now: float) -> dict[Reason, float]:
     return held
 
 
+def left_s(state: State, entry: Entry, now: float) -> dict[Budget, float]:
+    """Return what is left of each budget that is on, the time of the running one counted up to now."""
+    left: dict[Budget, float] = {}
+    for budget in Budget:
+        limit = _limit(state, entry, budget)
+        if limit is not None:
+            running = now - entry.since if entry.budget is budget else 0.0
+            left[budget] = max(0.0, limit - entry.spent.get(budget, 0.0) - running)
+    return left
+
+
 def deadline(state: State, entry: Entry, now: float) -> float | None:
     """Return when the running budget of a ticket is spent, None when none runs or it is off.
 

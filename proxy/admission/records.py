@@ -128,7 +128,10 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class TicketView:
-    """One live ticket for the API and the UI. `position` is 1-based in its model's queue, 0 outside it."""
+    """One live ticket for the API and the UI. `position` is 1-based in its model's queue, 0 outside it.
+
+    `left_s` is what is left of its budgets by their setting's name, where they are on.
+    """
 
     id: str
     model: str
@@ -151,6 +154,7 @@ class TicketView:
     held_s: Mapping[Reason, float]
     recalls: int = 0
     estimate_tokens: int = 0
+    left_s: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator
 
+from proxy.admission import life
 from proxy.admission.entry import Budget, Entry
 from proxy.admission.life import deadline, held_s
 from proxy.admission.order import projected
@@ -10,6 +11,11 @@ from proxy.admission.records import ModelAdmissionView, TicketView
 from proxy.admission.state import Room, State
 from proxy.types import TicketState
 
+_SETTING = {
+    Budget.QUEUE: "queue_timeout_s",
+    Budget.LOAD: "load_timeout_s",
+    Budget.GATE: "gate_hold_max_s",
+}
 _NOT_RUNNING = frozenset({TicketState.QUEUED, TicketState.CANCELLING, TicketState.DONE})
 
 
@@ -21,9 +27,10 @@ def position(state: State, entry: Entry, now: float) -> int:
     return next(place for place, other in enumerate(line, start=1) if other is entry)
 
 
-def ticket_view(entry: Entry, place: int, now: float) -> TicketView:
+def ticket_view(state: State, entry: Entry, place: int, now: float) -> TicketView:
     """Return one ticket as a record; `place` is its position."""
     spec = entry.spec
+    left = {_SETTING[budget]: seconds for budget, seconds in life.left_s(state, entry, now).items()}
     return TicketView(
         id=spec.id,
         model=spec.model,
@@ -46,6 +53,7 @@ def ticket_view(entry: Entry, place: int, now: float) -> TicketView:
         held_s=held_s(entry, now),
         recalls=entry.recalls,
         estimate_tokens=round(entry.need),
+        left_s=left,
     )
 
 
@@ -59,7 +67,7 @@ def ticket_views(state: State, now: float) -> list[TicketView]:
         state.tickets.values(),
         key=lambda entry: (entry.spec.model, places.get(entry.spec.id, 0), entry.number),
     )
-    return [ticket_view(entry, places.get(entry.spec.id, 0), now) for entry in ordered]
+    return [ticket_view(state, entry, places.get(entry.spec.id, 0), now) for entry in ordered]
 
 
 def model_view(state: State, model: str, now: float) -> ModelAdmissionView:

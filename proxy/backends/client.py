@@ -22,6 +22,7 @@ import aiohttp
 from multidict import CIMultiDict
 from yarl import URL
 
+from proxy.clock import monotonic
 from proxy.upstream import Exchange, Head, Sink, UpstreamDied, UpstreamRequest
 
 CONNECT_TIMEOUT_S: Final = 5.0
@@ -83,6 +84,7 @@ class _Lane:
     transport: asyncio.BaseTransport | None = None
     response: aiohttp.ClientResponse | None = None
     reused: bool = False
+    connect_s: float = 0.0
 
     def abort(self) -> None:
         # abort, not close: close would first send what is left of a body that nobody needs any more
@@ -105,8 +107,11 @@ class _Connector(aiohttp.TCPConnector):
     async def connect(
         self, req: aiohttp.ClientRequest, traces: list[Any], timeout: aiohttp.ClientTimeout
     ) -> Any:
+        began = monotonic()
         connection = await super().connect(req, traces, timeout)
         lane, transport = _lane.get(), connection.transport
+        if lane is not None:
+            lane.connect_s = monotonic() - began
         if transport is not None:
             if lane is not None:
                 lane.transport, lane.reused = transport, transport in self._served
@@ -247,6 +252,7 @@ class _Exchange:
             status=response.status,
             headers=headers,
             reused_connection=lane.reused,
+            connect_s=lane.connect_s,
             lowered={name.lower(): value for name, value in headers},
         )
 

@@ -6,6 +6,7 @@ from proxy import __version__
 from proxy.cli.bench import bench
 from proxy.cli.config import config, init
 from proxy.cli.engine import engine
+from proxy.cli.requests import cancel, requests
 from proxy.cli.serve import serve
 from proxy.cli.watch import watch
 
@@ -22,3 +23,5 @@ cli.add_command(config)
 cli.add_command(engine)
 cli.add_command(watch)
 cli.add_command(bench)
+cli.add_command(requests)
+cli.add_command(cancel)

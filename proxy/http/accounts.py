@@ -140,6 +140,8 @@ def _line(call: Call, now: float) -> dict[str, Any]:
         line["ticket"] = call.ticket
     if call.backend:
         line.update(backend=call.backend, generation=call.generation, cohort=call.cohort)
+    if call.recalls:
+        line["recalls"] = call.recalls
     if call.reason:
         line["reason"] = call.reason
     if call.lived_s:

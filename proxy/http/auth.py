@@ -8,6 +8,7 @@ import hashlib
 import hmac
 import ipaddress
 from collections.abc import Mapping
+from dataclasses import replace
 from enum import StrEnum
 from fnmatch import fnmatchcase
 from typing import Final, TypeVar
@@ -19,11 +20,8 @@ from proxy.errors import ErrorCode, ProxyError
 from proxy.http.call import Caller
 from proxy.http.endpoints import INFERENCE
 from proxy.http.passage import PREFIX, split
+from proxy.metrics import LABELLED_KEYS, OTHER
 from proxy.settings import AdminKey, ApiKey, Model, Settings
-
-OTHER: Final = "other"
-"""Metric label of callers without a configured name."""
-LABELLED_KEYS: Final = 64
 
 _Key = TypeVar("_Key", ApiKey, AdminKey)
 
@@ -123,6 +121,9 @@ class Gatekeeper:
             rank=self._ranks[key.priority],
             max_queue=key.max_queue,
             models=key.models,
+            weight=key.weight,
+            max_tokens_default=key.max_tokens_default,
+            max_tokens_cap=key.max_tokens_cap,
         )
 
     def _anonymous(self, request: web.Request) -> Caller:
@@ -145,7 +146,7 @@ class Gatekeeper:
             )
         if rank >= caller.rank:
             return caller
-        return Caller(caller.key, caller.label, wanted, rank, caller.max_queue, caller.models)
+        return replace(caller, priority=wanted, rank=rank)
 
     def _check_host(self, request: web.Request) -> None:
         host = request.headers.get("Host")

@@ -10,6 +10,7 @@ from proxy.errors import ErrorCode, ProxyError
 from proxy.http import facts
 from proxy.http.endpoints import Endpoint, Media
 from proxy.http.facts import Facts
+from proxy.http.uploads import Upload
 from proxy.settings import Server
 
 PARSE_IN_THREAD_FROM: Final = 256 * 1024
@@ -26,11 +27,11 @@ def check_length(request: web.BaseRequest, limit: int) -> None:
         raise _too_large(f"{length} bytes", limit)
 
 
-async def read(request: web.Request, server: Server) -> bytes:
-    """Return the whole body.
+async def read(request: web.Request, server: Server, upload: Upload) -> bytes:
+    """Return the whole body, accounted in `upload`.
 
     Raises `ProxyError`: 413 over `max_body_bytes` (chunked bodies too), 408 when it does not arrive
-    within `body_timeout_s`, 415 for a compressed body.
+    within `body_timeout_s`, 415 for a compressed body, 429 when all bodies at hand are too much.
     """
     check_length(request, server.max_body_bytes)
     encoding = request.headers.get("Content-Encoding", "identity").strip().lower()
@@ -43,7 +44,7 @@ async def read(request: web.Request, server: Server) -> bytes:
         return b""
     try:
         async with asyncio.timeout(server.body_timeout_s):
-            return await _collect(request, server.max_body_bytes)
+            return await _collect(request, server.max_body_bytes, upload)
     except TimeoutError:
         raise ProxyError(
             ErrorCode.REQUEST_TIMEOUT,
@@ -58,11 +59,11 @@ async def read(request: web.Request, server: Server) -> bytes:
         ) from None
 
 
-async def read_facts(request: web.Request, endpoint: Endpoint, server: Server) -> Facts:
+async def read_facts(request: web.Request, endpoint: Endpoint, server: Server, upload: Upload) -> Facts:
     """Read a body and what it says; raises `ProxyError` for all that is wrong with it."""
     content_type = request.headers.get("Content-Type")
     media = facts.media_of(content_type, endpoint)
-    data = await read(request, server)
+    data = await read(request, server, upload)
     if media is Media.FORM:
         return facts.form_facts(endpoint, data, content_type or "")
     if len(data) < PARSE_IN_THREAD_FROM:
@@ -75,8 +76,16 @@ async def read_facts(request: web.Request, endpoint: Endpoint, server: Server) -
     return await asyncio.to_thread(facts.json_facts, endpoint, data)
 
 
-async def _collect(request: web.Request, limit: int) -> bytes:
+async def limit_facts(read: Facts, endpoint: Endpoint, tokens: int, content_type: str | None) -> Facts:
+    """Write an operator's limit into a request (`facts.limited`), off the event loop where that is long."""
+    if read.body.size < PARSE_IN_THREAD_FROM:
+        return facts.limited(read, endpoint, tokens, content_type)
+    return await asyncio.to_thread(facts.limited, read, endpoint, tokens, content_type)
+
+
+async def _collect(request: web.Request, limit: int, upload: Upload) -> bytes:
     first = await request.content.readany()
+    upload.add(len(first))
     if request.content.at_eof():
         if len(first) > limit:
             raise _too_large("more", limit)
@@ -86,6 +95,7 @@ async def _collect(request: web.Request, limit: int) -> bytes:
         data = await request.content.readany()
         if not data and request.content.at_eof():
             return bytes(parts)
+        upload.add(len(data))
         parts += data
     raise _too_large("more", limit)
 

@@ -73,6 +73,16 @@ class Meter:
         out = limits.inter_token_timeout_s
         return ErrorCode.INTER_TOKEN_TIMEOUT if out is not None and self._silent_s > out else None
 
+    def left_s(self, now: float, began: float) -> dict[str, float]:
+        """Return what is left of each limit that is on, by its setting's name; `began` as in `Seen`."""
+        limits = self._limits
+        spent = {
+            "first_token_timeout_s": (limits.first_token_timeout_s, self._prefill_s),
+            "inter_token_timeout_s": (limits.inter_token_timeout_s, self._silent_s),
+            "total_timeout_s": (limits.total_timeout_s, now - began),
+        }
+        return {name: max(0.0, limit - used) for name, (limit, used) in spent.items() if limit is not None}
+
 
 class Stall:
     """Notices a client that takes nothing of what waits for it: it holds a slot's charge. Pure."""

@@ -18,7 +18,8 @@ from proxy.types import Dialect, Outcome, TicketState
 class Caller:
     """Who asks. `key` tells clients apart (a configured name or an address), `label` is for metrics.
 
-    `models` are glob patterns of what may be used.
+    `models` are glob patterns of what may be used; `weight` is the key's share, `max_tokens_default` and
+    `max_tokens_cap` limit its answers (None: off).
     """
 
     key: str
@@ -27,6 +28,9 @@ class Caller:
     rank: int
     max_queue: int | None = None
     models: tuple[str, ...] = ("*",)
+    weight: float = 1.0
+    max_tokens_default: int | None = None
+    max_tokens_cap: int | None = None
 
 
 @dataclass(slots=True)
@@ -59,6 +63,7 @@ class Call:
     generation: int = 0
     cohort: int | None = None
     reason: str = ""
+    recalls: int = 0
     lived_s: Mapping[TicketState, float] = field(default_factory=dict)
     chunks: int = 0
     max_gap: float = 0.0

@@ -1,15 +1,14 @@
 """One inference request from its parsed body to the end of its response.
 
-Order of life: submit, wait for the grant, open the upstream exchange, pump, release. Whatever ends it
-(client, engine, operator, budget), the upstream socket is closed at once and the ticket is released
-exactly once, in that order.
+Order of life: submit, wait for the grant, open the upstream exchange (again after a recall), pump, release.
+Whatever ends it (client, engine, operator, budget), the upstream socket is closed at once and the ticket is
+released exactly once, in that order.
 """
 
 import asyncio
 import contextlib
-from collections.abc import Coroutine
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 from aiohttp import web
 
@@ -22,22 +21,22 @@ from proxy.http.call import Call, Caller
 from proxy.http.cut import Cut, fresh
 from proxy.http.endpoints import Endpoint
 from proxy.http.facts import Facts
+from proxy.http.limits import UNLIMITED
+from proxy.http.opening import head_or_recall
 from proxy.http.ports import HttpContext
 from proxy.http.pump import EventSink, Passage, PlainSink
 from proxy.http.render import engine_error_event
 from proxy.http.reply import Reply
+from proxy.http.requests import Board
+from proxy.http.uploads import Upload
 from proxy.settings import Budgets
 from proxy.sse import Ending
 from proxy.types import Outcome, TicketState
-from proxy.upstream import Exchange, Head, Upstream, UpstreamDied, UpstreamRequest
+from proxy.upstream import Exchange, Head, UpstreamDied, UpstreamRequest
 
 ERROR_BODY_LIMIT: Final = 256 * 1024
 CAUSE_WAIT_S: Final = 0.2
 """How long a dead socket waits for the news of why (the process's exit status, an operator's order)."""
-STALE_TRIES: Final = 3
-"""How many kept connections in a row may turn out to be closed."""
-CLOSE_WAIT_S: Final = 5.0
-"""How long an abandoned opening may take to let go of its socket."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +44,7 @@ class Plan:
     """What is to be sent where, for whom.
 
     `target` is the origin-form path with its query, as received. `limits` are the model's own unless
-    given. `may_load` is false for reads that must not start a model.
+    given. `may_load` is false for reads that must not start a model. `upload` accounts the body.
     """
 
     caller: Caller
@@ -54,15 +53,22 @@ class Plan:
     target: str
     limits: Budgets | None = None
     may_load: bool = True
+    upload: Upload | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What all flights of an application share."""
+
+    sweeper: Sweeper
+    board: Board
 
 
 class Flight:
     """One request in flight. Used once."""
 
-    def __init__(
-        self, ctx: HttpContext, sweeper: Sweeper, request: web.Request, call: Call, plan: Plan
-    ) -> None:
-        self._ctx, self._sweeper, self._request, self._call = ctx, sweeper, request, call
+    def __init__(self, ctx: HttpContext, room: Room, request: web.Request, call: Call, plan: Plan) -> None:
+        self._ctx, self._room, self._request, self._call = ctx, room, request, call
         self._plan, self._facts = plan, plan.facts
         self._reply = Reply(request, call)
         self._cut = Cut()
@@ -86,11 +92,14 @@ class Flight:
         call = self._call
         began = self._ctx.clock()
         ticket = self._ctx.admission.submit(self._spec())
+        if self._plan.upload is not None:
+            self._plan.upload.handed()
         call.submitted = self._ctx.clock()
         self._ctx.metrics.overhead.labels("admit").observe(call.submitted - began)
         self._ticket, call.ticket = ticket, ticket.id
         ticket.ended.add_done_callback(self._cut.on_ended)
-        unwatch = self._sweeper.add(self)
+        unwatch = self._room.sweeper.add(self)
+        self._room.board.add(ticket.id, self)
         outcome, code = Outcome.CANCELLED, CLIENT_GONE
         try:
             async with self._cut:
@@ -114,6 +123,7 @@ class Flight:
             raise
         finally:
             unwatch()
+            self._room.board.remove(ticket.id, self)
             ticket.ended.remove_done_callback(self._cut.on_ended)
             self._close()
             if self._comment is not None:
@@ -122,8 +132,19 @@ class Flight:
             call.reason = str(ticket.reason or "")
             call.lived_s = ticket.lived_s
             call.cohort = call.cohort if ticket.cohort is None else ticket.cohort
+            if call.usage is not None:
+                ticket.report(call.usage.prompt, call.usage.cached, call.usage.generated)
             ticket.release(outcome, code, upstream_open=self._opening and not self._complete)
         return self._answer()
+
+    @property
+    def call(self) -> Call:
+        """The request's own record."""
+        return self._call
+
+    def left_s(self) -> dict[str, float]:
+        """Return what is left of the request's running limits, by setting."""
+        return self._meter.left_s(self._ctx.clock(), self._call.body_done)
 
     def sweep(self, now: float) -> None:
         """Check the budgets, and keep a silent started stream alive (called by the sweeper)."""
@@ -175,32 +196,62 @@ class Flight:
             max_queue=caller.max_queue,
             n=facts.work.n,
             may_load=self._plan.may_load,
+            weight=caller.weight,
+            prompt_bytes=facts.prompt.size,
+            prefix=facts.prompt.prefix,
+            max_tokens=None if facts.max_tokens == UNLIMITED else facts.max_tokens,
+            # a client's own id, and nobody else's: it carries seniority
+            retry_id=f"{caller.key}/{call.id.shown}" if call.id.given else "",
         )
 
     async def _serve(self, ticket: Ticket) -> None:
         call = self._call
-        grant = await self._granted(ticket)
-        self._grant = grant
+        try:
+            exchange = None
+            while exchange is None:
+                exchange = await self._opened(ticket)
+            self._exchange = exchange
+            ticket.commit()
+            self._drop_body()
+            call.head = self._ctx.clock()
+            self._ctx.metrics.overhead.labels("connect").observe(exchange.head.connect_s)
+            call.cohort = call.cohort if ticket.cohort is None else ticket.cohort
+            await self._pump(exchange, ticket)
+        except UpstreamDied as died:
+            raise await self._cause(died, ticket) from died
+
+    async def _opened(self, ticket: Ticket) -> Exchange | None:
+        """Send the request once it is granted; None when the grant was taken back before the engine answered.
+
+        The body is sent again then, to the place of the next grant.
+        """
+        call = self._call
+        self._grant = grant = await self._granted(ticket)
         call.granted = self._ctx.clock()
         call.backend, call.generation, call.cohort = grant.key.backend, grant.key.generation, grant.cohort
         request = UpstreamRequest(
             method=self._request.method,
             target=self._plan.target,
             headers=to_engine(tuple(self._request.headers.items()), tag=grant.tag, gather_ms=grant.gather_ms),
-            body=self._facts.body.take(),
+            body=self._facts.body.data,
         )
         self._opening = True
         call.opened = self._ctx.clock()
-        try:
-            opening = _open(self._ctx.upstream(grant.key), request)
-            del request
-            self._exchange = exchange = await self._while_alive(opening, ticket)
-            del opening
-            call.head = self._ctx.clock()
-            call.cohort = call.cohort if ticket.cohort is None else ticket.cohort
-            await self._pump(exchange, ticket)
-        except UpstreamDied as died:
-            raise await self._cause(died, ticket) from died
+        exchange = await head_or_recall(
+            self._ctx.upstream(grant.key),
+            request,
+            ticket.recalled,
+            self._keepalive_s,
+            lambda: self._reply.keepalive(_waiting(ticket)),
+        )
+        if exchange is None and not ticket.ended.done():
+            # one that was ended at the same moment is let go of as any that ran
+            self._opening = False
+            self._grant = None
+            call.granted = call.opened = 0.0
+            call.recalls += 1
+            ticket.requeue()
+        return exchange
 
     async def _granted(self, ticket: Ticket) -> Grant:
         if self._keepalive_s is None:
@@ -210,19 +261,6 @@ class Flight:
             if grant is not None:
                 return grant
             await self._reply.keepalive(_waiting(ticket))
-
-    async def _while_alive(self, opening: Coroutine[Any, Any, Exchange], ticket: Ticket) -> Exchange:
-        """Wait for the response head, with a comment every `keepalive_s` when the client takes them."""
-        if self._keepalive_s is None:
-            return await opening
-        task = asyncio.ensure_future(opening)
-        try:
-            while not (await asyncio.wait({task}, timeout=self._keepalive_s))[0]:
-                await self._reply.keepalive(_waiting(ticket))
-            return task.result()
-        except BaseException:
-            await _abandon(task)
-            raise
 
     async def _pump(self, exchange: Exchange, ticket: Ticket) -> None:
         head, reply, call, ctx = exchange.head, self._reply, self._call, self._ctx
@@ -262,6 +300,11 @@ class Flight:
         # from here on it waits for the client alone, and a comment would stand behind the end
         self._finishing = True
         await reply.finish()
+
+    def _drop_body(self) -> None:
+        self._facts.body.drop()
+        if self._plan.upload is not None:
+            self._plan.upload.let_go()
 
     # --- ends ---------------------------------------------------------------------------------------
 
@@ -305,37 +348,12 @@ class Flight:
             await self._reply.keepalive(text)
 
 
-async def _open(upstream: Upstream, request: UpstreamRequest) -> Exchange:
-    """Open an exchange; again when a reused connection died before it gave a single byte.
-
-    The engine closes idle connections after 5 s or 100 requests; losing that race is nobody's fault, and
-    the next kept connection may have lost it too.
-    """
-    for _ in range(STALE_TRIES):
-        try:
-            return await upstream.open(request)
-        except UpstreamDied as died:
-            if not (died.before_head and died.reused):
-                raise
-    return await upstream.open(request)
-
-
-async def _abandon(task: asyncio.Future[Exchange]) -> None:
-    """Cancel an opening and close what it may still have opened."""
-    task.cancel()
-    await asyncio.wait({task}, timeout=CLOSE_WAIT_S)
-    if task.done() and not task.cancelled() and task.exception() is None:
-        task.result().close()
-
-
 def _is_events(head: Head) -> bool:
     return head.get("content-type").partition(";")[0].strip().lower() == "text/event-stream"
 
 
 def _waiting(ticket: Ticket) -> str:
-    """Return what a waiting client is told."""
-    state = ticket.state
-    if state is not TicketState.QUEUED:
-        return state.value
+    """Return what a waiting client is told: where it is, its place in the queue, and why it waits."""
+    place = f" position={ticket.position}" if ticket.state is TicketState.QUEUED else ""
     reason = f" reason={ticket.reason}" if ticket.reason is not None else ""
-    return f"queued position={ticket.position}{reason}"
+    return f"{ticket.state}{place}{reason}"

@@ -12,9 +12,12 @@ from proxy.http.budgets import Sweeper
 from proxy.http.call import CALL, Call, Caller
 from proxy.http.endpoints import INFERENCE, Endpoint
 from proxy.http.facts import Body, Facts
-from proxy.http.forward import Flight, Plan
+from proxy.http.forward import Flight, Plan, Room
+from proxy.http.limits import TokenLimits, lower
 from proxy.http.passage import operator_may, split
 from proxy.http.ports import HttpContext
+from proxy.http.requests import Board
+from proxy.http.uploads import Upload, Uploads
 from proxy.settings import Budgets
 from proxy.types import ModelState
 
@@ -28,9 +31,10 @@ _NAME_SHOWN: Final = 200
 class Inference:
     """Handlers bound to one application's context."""
 
-    def __init__(self, ctx: HttpContext, sweeper: Sweeper) -> None:
+    def __init__(self, ctx: HttpContext, sweeper: Sweeper, board: Board) -> None:
         self._ctx = ctx
-        self._sweeper = sweeper
+        self._room = Room(sweeper, board)
+        self._uploads = Uploads(ctx.settings.admission.max_queued_bytes, self._waiting_bytes, ctx.clock)
         self._server = ctx.settings.server
 
     async def infer(self, request: web.Request) -> web.StreamResponse:
@@ -53,8 +57,9 @@ class Inference:
             if operator_may(request.method, passed.path):
                 call = request[CALL]
                 call.endpoint = "/upstream"
-                data = await body.read(request, self._server)
-                return await self._engine(request, call, passed.model, passed.target, data)
+                with self._uploads.begin() as upload:
+                    data = await body.read(request, self._server, upload)
+                    return await self._engine(request, call, passed.model, passed.target, data)
         raise ProxyError(
             ErrorCode.NOT_FOUND,
             f"{request.method} {request.path[:200]} leads to nothing an engine offers here",
@@ -63,15 +68,22 @@ class Inference:
     async def _infer(
         self, request: web.Request, endpoint: Endpoint, target: str, model: str | None
     ) -> web.StreamResponse:
+        with self._uploads.begin() as upload:
+            return await self._received(request, endpoint, target, model, upload)
+
+    async def _received(
+        self, request: web.Request, endpoint: Endpoint, target: str, model: str | None, upload: Upload
+    ) -> web.StreamResponse:
         clock, call = self._ctx.clock, request[CALL]
         call.endpoint = endpoint.name
-        facts = await body.read_facts(request, endpoint, self._server)
+        facts = await body.read_facts(request, endpoint, self._server, upload)
         call.body_done = clock()
         caller = self._choose(call, model or facts.model or request.query.get("model"))
+        facts = await self._limit(request, endpoint, facts, caller)
         call.stream, call.tasks, call.body_bytes = facts.stream, facts.work.tasks, facts.body.size
         self._ctx.metrics.overhead.labels("parse").observe(clock() - call.body_done)
-        plan = Plan(caller, endpoint, facts, target)
-        return await Flight(self._ctx, self._sweeper, request, call, plan).run()
+        plan = Plan(caller, endpoint, facts, target, upload=upload)
+        return await Flight(self._ctx, self._room, request, call, plan).run()
 
     async def _engine(
         self, request: web.Request, call: Call, model: str | None, target: str, data: bytes
@@ -85,7 +97,23 @@ class Inference:
             return web.Response(content_type="application/json")
         facts = Facts(model, stream=False, work=Work(0), body=Body(data))
         plan = Plan(caller, Endpoint(call.endpoint), facts, target, READ_LIMITS, may_load=False)
-        return await Flight(self._ctx, self._sweeper, request, call, plan).run()
+        return await Flight(self._ctx, self._room, request, call, plan).run()
+
+    async def _limit(self, request: web.Request, endpoint: Endpoint, facts: Facts, caller: Caller) -> Facts:
+        """Apply the model's and the key's limits on answers; a request within them keeps its bytes."""
+        model = self._ctx.catalog.model(request[CALL].model)
+        limits = TokenLimits(
+            caller.max_tokens_default or model.max_tokens_default,
+            lower(caller.max_tokens_cap, model.max_tokens_cap),
+        )
+        tokens = limits.settle(facts.max_tokens, endpoint.shape)
+        if tokens is None or tokens == facts.max_tokens:
+            return facts
+        return await body.limit_facts(facts, endpoint, tokens, request.headers.get("Content-Type"))
+
+    def _waiting_bytes(self) -> int:
+        admission = self._ctx.admission
+        return sum(admission.view(model).queued_bytes for model in self._ctx.catalog.ids())
 
     def _choose(self, call: Call, name: str | None) -> Caller:
         """Put the model's id into the record and return the caller that may use it."""

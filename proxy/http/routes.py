@@ -11,6 +11,7 @@ from proxy.http.accounts import Accounts
 from proxy.http.auth import Gatekeeper
 from proxy.http.budgets import Sweeper
 from proxy.http.endpoints import INFERENCE, dialect_of
+from proxy.http.events import Events
 from proxy.http.health import Health
 from proxy.http.inference import Inference
 from proxy.http.middleware import Entry
@@ -18,6 +19,7 @@ from proxy.http.openai import ModelList
 from proxy.http.passage import PREFIX
 from proxy.http.ports import HttpContext
 from proxy.http.render import error_response
+from proxy.http.requests import Board, Requests
 
 KEEPER: Final = web.AppKey("keeper", Gatekeeper)
 """The application's checks of callers, for handlers added by others."""
@@ -34,7 +36,10 @@ def make_http(ctx: HttpContext) -> web.Application:
     app[KEEPER] = entry.keeper
     app.on_response_prepare.append(entry.decorate)
 
-    inference, models, health = Inference(ctx, sweeper), ModelList(ctx), Health(ctx)
+    board = Board()
+    inference, models, health = Inference(ctx, sweeper, board), ModelList(ctx), Health(ctx)
+    requests = Requests(ctx, board)
+    events = Events(ctx, requests)
     expect = _Expect(limit).answer
     route = app.router.add_route
     get = app.router.add_get
@@ -53,12 +58,20 @@ def make_http(ctx: HttpContext) -> web.Application:
     get("/metrics", health.metrics)
     get("/api/models", health.models)
     get("/api/models/{id}", health.model)
+    get("/api/requests", requests.list)
+    route(hdrs.METH_DELETE, "/api/requests/{id}", requests.cancel)
+    get("/api/events", events.stream, allow_head=False)
     get("/favicon.ico", health.favicon)
+
+    async def stop(_app: web.Application) -> None:
+        # before connections are closed: watchers are told why their stream ends
+        await events.close()
 
     async def close(_app: web.Application) -> None:
         sweeper.close()
         accounts.flush()
 
+    app.on_shutdown.append(stop)
     app.on_cleanup.append(close)
     return app
 

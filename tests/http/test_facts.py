@@ -25,13 +25,13 @@ def refusal(data: bytes, endpoint=CHAT) -> ProxyError:
 def test_the_bytes_pass_as_they_are():
     data = b'{ "model" : "a\\u00e9" ,\n "stream":true, "n":2, "big":123456789012345678901234567890 }'
     facts = json_facts(CHAT, data)
-    assert facts.body.take() is data
+    assert facts.body.data is data
     assert (facts.model, facts.stream, facts.work.tasks, facts.prompts) == ("aé", True, 2, 1)
 
 
 def test_id_slot_alone_is_taken_out():
     facts = json_facts(CHAT, b'{"model":"a","id_slot":3,"messages":[{"id_slot":1}]}')
-    assert json.loads(facts.body.take()) == {"model": "a", "messages": [{"id_slot": 1}]}
+    assert json.loads(facts.body.data) == {"model": "a", "messages": [{"id_slot": 1}]}
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_the_model_of_a_form_is_found_around_a_file():
         ("name=stream", b"true"),
     )
     facts = form_facts(AUDIO, data, "multipart/form-data; boundary=xYz")
-    assert facts.body.take() is data
+    assert facts.body.data is data
     assert (facts.model, facts.stream, facts.work.tasks) == ("whisper", True, 1)
     assert (
         form_facts(

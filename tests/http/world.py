@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 from aiohttp import web
@@ -12,12 +13,24 @@ from proxy.backends.client import DeadUpstream, EngineClient
 from proxy.catalog import Catalog
 from proxy.clock import monotonic
 from proxy.errors import ErrorCode, ProxyError
+from proxy.http.events import note_effect
+from proxy.http.hub import EventHub
 from proxy.http.ports import HttpContext
 from proxy.http.routes import make_http
 from proxy.http.server import ProxyRunner
 from proxy.metrics import Metrics
 from proxy.settings import Settings
-from proxy.types import BackendKey, EngineInfo, MemberState, ModelState, Outcome, SlotView, Snapshot
+from proxy.types import (
+    BackendKey,
+    EngineInfo,
+    EnginePhase,
+    MemberState,
+    ModelState,
+    Outcome,
+    PhasePolicy,
+    SlotView,
+    Snapshot,
+)
 from proxy.upstream import Upstream
 
 from .paced import PacedEngine
@@ -26,7 +39,15 @@ from .paced import PacedEngine
 class House:
     """One proxy in front of one paced engine per model. Plays the part of the fleet."""
 
-    def __init__(self, settings: Settings, *, slots: int = 4, native: bool = True, auto: bool = True) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        slots: int = 4,
+        native: bool = True,
+        auto: bool = True,
+        policy: PhasePolicy = PhasePolicy.UNKNOWN,
+    ) -> None:
         self.settings = settings
         self.slots = slots
         self.native = native
@@ -34,10 +55,18 @@ class House:
         self.metrics = Metrics()
         self.catalog = Catalog(settings.models)
         self.engine = PacedEngine()
-        self.admission = Admission(settings, self.metrics, self)
+        self.hub = EventHub()
+        self.admission = Admission(settings, self.metrics, self, listener=partial(note_effect, self.hub))
         self.loads: list[str] = []
         self.states: dict[str, ModelState] = {}
+        self.policy = policy
         self.member: MemberState = MemberState.GENERATE
+        self.members: dict[str, MemberState] = {}
+        """Where single requests are, by the stem of their tag; the others are where `member` says."""
+        self.showing: EnginePhase | None = None
+        """What the engine says it does, where that is not to follow from its slots."""
+        self.mute = False
+        """Whether the engine shows its slots no more."""
         self.keys: dict[str, BackendKey] = {}
         self.clients: dict[BackendKey, EngineClient] = {}
         self.generation = 0
@@ -53,7 +82,14 @@ class House:
     async def start(self, host: str = "127.0.0.1") -> None:
         await self.engine.start()
         context = HttpContext(
-            self.settings, self.catalog, self.metrics, self.admission, self.upstream, self, monotonic
+            self.settings,
+            self.catalog,
+            self.metrics,
+            self.admission,
+            self.upstream,
+            self,
+            monotonic,
+            self.hub,
         )
         self._runner = ProxyRunner(make_http(context), self.settings)
         await self._runner.setup()
@@ -89,7 +125,7 @@ class House:
         self.clients[key] = EngineClient(self.engine.base, "engine-key")
         self.keys[model] = key
         self.states[model] = ModelState.READY
-        self.admission.backend_ready(key, EngineInfo(slots=self.slots, context_tokens=4096))
+        self.admission.backend_ready(key, EngineInfo(self.slots, 4096, self.policy))
         return key
 
     def upstream(self, key: BackendKey) -> Upstream:
@@ -100,13 +136,24 @@ class House:
         asyncio.get_running_loop().call_soon(self._snapshot, key)
 
     def _snapshot(self, key: BackendKey) -> None:
+        if self.mute:
+            return
         now = monotonic()
         busy = [
-            SlotView(id=number, busy=True, tag=tag if self.native else "", member=self.member)
+            SlotView(
+                id=number,
+                busy=True,
+                tag=tag if self.native else "",
+                member=self.members.get(tag.partition(".")[0], self.member),
+            )
             for number, tag in enumerate(list(self.engine.active)[: self.slots])
         ]
         idle = [SlotView(id=number, busy=False) for number in range(len(busy), self.slots)]
-        self.admission.snapshot(Snapshot(key, now, now, (*busy, *idle), native=self.native))
+        phase = EnginePhase.UNKNOWN
+        if self.policy is not PhasePolicy.UNKNOWN:
+            phase = self.showing or (EnginePhase.GENERATE if busy else EnginePhase.IDLE)
+        seen = Snapshot(key, now, now, (*busy, *idle), native=self.native, phase=phase)
+        self.admission.snapshot(seen)
 
     async def _poll(self) -> None:
         while True:
@@ -118,6 +165,9 @@ class House:
 
     def state(self, model: str) -> ModelState:
         return self.states.get(model, ModelState.UNLOADED)
+
+    def phase(self, model: str) -> EnginePhase | None:
+        return EnginePhase.GENERATE if self.state(model) is ModelState.READY else None
 
     def meta(self, model: str) -> Mapping[str, Any]:
         return {"n_ctx": 4096}

@@ -1,0 +1,128 @@
+"""Talking to a running proxy from the command line: where it is, with which key, and what went wrong."""
+
+import json
+import os
+import sys
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import click
+
+from proxy.cli.config import config_path, load_or_exit
+from proxy.settings import Server
+
+TIMEOUT_S = 10.0
+_ANYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}  # noqa: S104 - an address to translate, not to bind
+_F = TypeVar("_F", bound=Callable[..., None])
+
+
+class Exit(IntEnum):
+    """Exit codes of the commands that talk to a running proxy (2 is a wrong call or configuration)."""
+
+    REFUSED = 1
+    UNREACHABLE = 3
+    UNKNOWN = 4
+    """Something that was named does not exist (any more)."""
+    INTERRUPTED = 130
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Status and decoded body of an answer (None: it was no JSON)."""
+
+    status: int
+    body: Any
+
+    @property
+    def problem(self) -> str:
+        """The words of an error answer."""
+        error = self.body.get("error") if isinstance(self.body, dict) else None
+        return str(error.get("message")) if isinstance(error, dict) else f"status {self.status}"
+
+
+class UnreachableError(Exception):
+    """Nobody answers there, or not in HTTP."""
+
+
+@dataclass(frozen=True, slots=True)
+class Remote:
+    """A running proxy's operator API."""
+
+    url: str
+    key: str = ""
+
+    def ask(self, method: str, path: str) -> Answer:
+        """Send a request without a body; raises `UnreachableError`. Error answers are returned, not raised."""
+        headers = {"Accept": "application/json"}
+        if self.key:
+            headers["Authorization"] = f"Bearer {self.key}"
+        request = urllib.request.Request(self.url + path, headers=headers, method=method)  # noqa: S310 - checked below
+        # the proxy is asked itself, whatever http_proxy says
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        try:
+            with opener.open(request, timeout=TIMEOUT_S) as answer:
+                return Answer(answer.status, _decoded(answer.read()))
+        except urllib.error.HTTPError as error:
+            with error:
+                return Answer(error.code, _decoded(error.read()))
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "reason", None) or error
+            raise UnreachableError(f"no proxy answers at {self.url}: {reason}") from None
+
+
+def find(url: str | None, key: str | None, config_file: Path | None) -> Remote:
+    """Return the proxy that is meant: by flag, environment, then the configuration `serve` would use.
+
+    The key is taken from the same places; of a configuration the first of `server.admin_keys`.
+    """
+    url = url or os.environ.get("LLAMA_PROXY_URL") or None
+    key = key or os.environ.get("LLAMA_PROXY_ADMIN_KEY") or None
+    server = Server()
+    if url is None or (key is None and config_file is not None):
+        server = load_or_exit(config_path(config_file)).server
+    if url is None:
+        host = _ANYWHERE.get(server.host.strip("[]"), server.host.strip("[]"))
+        url = f"http://[{host}]:{server.port}" if ":" in host else f"http://{host}:{server.port}"
+    if not url.startswith(("http://", "https://")) or not urllib.parse.urlsplit(url).hostname:
+        raise click.BadParameter(f"{url!r} is not http://host:port", param_hint="--url")
+    if key is None and server.admin_keys:
+        key = server.admin_keys[0].key.get_secret_value()
+    return Remote(url.rstrip("/"), key or "")
+
+
+def remote_options(function: _F) -> _F:
+    """Add the options that say which proxy is meant."""
+    for option in (
+        click.option("--json", "as_json", is_flag=True, help="Print JSON on standard output."),
+        click.option(
+            "--config",
+            "config_file",
+            type=click.Path(path_type=Path),
+            help="Configuration to take address and admin key from.",
+        ),
+        click.option("--key", help="Admin key (default: $LLAMA_PROXY_ADMIN_KEY, then the configuration's)."),
+        click.option("--url", help="Base URL (default: $LLAMA_PROXY_URL, then the configuration's)."),
+    ):
+        function = option(function)
+    return function
+
+
+def fail(text: str, code: Exit, *, as_json: bool) -> NoReturn:
+    """Say what went wrong and end with the code."""
+    if as_json:
+        click.echo(json.dumps({"ok": False, "error": text, "exit_code": int(code)}))
+    click.secho(text, fg="red", err=True)
+    sys.exit(int(code))
+
+
+def _decoded(data: bytes) -> Any:
+    try:
+        return json.loads(data)
+    except ValueError:
+        return None

@@ -1,0 +1,85 @@
+"""An engine whose slots cannot be seen for a while: service goes on, and what had changed is told afterwards."""
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.client import RawStream, data
+from tests.e2e.harness import Proxy
+from tests.support.wait import until
+
+pytestmark = pytest.mark.engine
+
+BLIND_S = 5.0
+VEIL = Path(__file__).with_name("veil.py")
+
+
+def ask(url: str, name: str, tokens: int) -> RawStream:
+    body = {"model": "m", "prompt": name, "max_tokens": tokens, "stream": True, "ignore_eos": True}
+    stream = RawStream(url, "/v1/completions", body, timeout_s=120, headers={"x-request-id": name})
+    assert stream.head() == 200
+    return stream
+
+
+def first(stream: RawStream) -> RawStream:
+    while data(stream.event()) is None:
+        pass
+    return stream
+
+
+def backend(proxy: Proxy) -> dict[str, Any]:
+    [found] = proxy.get("/api/models/m")["admission"]["backends"]
+    return dict(found)
+
+
+def test_five_seconds_without_a_view(
+    start: Callable[..., Proxy], zoo: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Meanwhile one client leaves, a stranger takes a slot, others are served; the metric tells the age; afterwards
+    one line says what was found, and the books are right again."""
+    engine = f"${{ENGINE}} -m {zoo('llama-mid')} -t 1 -np 4 -c 32768 --phase-policy mixed"
+    command = f"{sys.executable} {VEIL} {tmp_path} ${{PORT}} {engine}"
+    proxy = start({"models": {"m": {"cmd": command}}}, traced=True)
+    stays = first(ask(proxy.url, "stays", 20_000))
+    leaves = first(ask(proxy.url, "leaves", 20_000))
+    until("the view is fresh", lambda: backend(proxy)["mirror"] == "native")
+
+    cut = tmp_path / "cut"
+    cut.touch()
+    began = time.monotonic()
+    until("polls fail", (tmp_path / "swallowed").exists)
+    stranger = first(ask(f"http://127.0.0.1:{(tmp_path / 'port').read_text()}", "stranger", 20_000))
+    leaves.close()
+    until("the books say so", lambda: backend(proxy)["mirror"] == "stale")
+    assert proxy.metric("llama_proxy_mirror_age_seconds", model="m") > 3
+    served = 0
+    while time.monotonic() - began < BLIND_S or served == 0:
+        assert proxy.post("/v1/completions", {"model": "m", "prompt": "a", "max_tokens": 2})[0] == 200
+        served += 1
+    assert data(stays.event())
+    assert not [line for line in proxy.events() if line.get("event") == "view of the engine is back"]
+
+    cut.unlink()
+
+    def told() -> list[dict[str, Any]]:
+        return [line for line in proxy.events() if line.get("event") == "view of the engine is back"]
+
+    [line] = until("what differed is told", told)
+    print(json.dumps(line))
+    assert line["blind_s"] > 3
+    assert line["ended"] == ["leaves"]
+    assert line["foreign"] == 1
+    assert proxy.metric("llama_proxy_mirror_mismatch_total", model="m") >= 1
+    assert proxy.metric("llama_proxy_mirror_age_seconds", model="m") < 3
+    now = backend(proxy)
+    assert (now["mirror"], now["foreign"], now["cancelling"]) == ("native", 1, 0)
+    stranger.close()
+    until("the stranger is gone", lambda: backend(proxy)["foreign"] == 0)
+    stays.close()
+    until("nothing is left", lambda: proxy.metric("llama_proxy_requests_inflight") == 0)
+    assert [step["broken"] for step in proxy.trace() if step["broken"]] == []
