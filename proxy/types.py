@@ -121,6 +121,14 @@ class Dialect(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Audit:
+    """Who asked for an operator's action: the display name of a key, and the address it came from."""
+
+    key: str = ""
+    address: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class BackendKey:
     """One process start of one model: stale grants, snapshots and callbacks are told by `generation`."""
 

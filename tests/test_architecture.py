@@ -15,6 +15,7 @@ PACKAGE = ROOT / "proxy"
 
 LEAVES = {
     *("types", "errors", "settings", "metrics", "logs", "clock", "headers", "sse", "timeline", "catalog"),
+    "state",
     "config",
     "upstream",
 }
