@@ -48,7 +48,8 @@ THIRD_PARTY_ROOMS = {
 PURE = {
     *("types", "errors", "headers", "sse", "catalog"),
     *("admission.core", "admission.cost", "admission.ledger", "admission.model", "admission.order"),
-    *("backends.lifecycle", "backends.command", "backends.slots"),
+    *("backends.lifecycle", "backends.command", "backends.slots", "backends.backoff", "backends.watchdog"),
+    *("backends.jobs", "backends.gates", "backends.leases"),
 }
 IMPURE_IMPORTS = {"asyncio", "socket", "subprocess", "time", "logging", "threading", "aiohttp", "os"}
 
