@@ -215,10 +215,25 @@ class Budgets(Frozen):
 
 
 class Stop(Frozen):
-    """How a process is stopped: `drain_s` for running requests, `grace_s` between TERM and KILL."""
+    """How a model is stopped: `drain_s` for running requests, `grace_s` between TERM and KILL.
+
+    `new_requests` says what becomes of requests that come while it drains.
+    """
 
     drain_s: Seconds = 30.0
     grace_s: Seconds = 10.0
+    new_requests: Literal["hold", "reject"] = "hold"
+
+
+class Restart(Frozen):
+    """Starting again after a crash or a wedge: at once, then `first_s`, doubled up to `max_s`.
+
+    A backend that served for `stable_s` starts over. `first_s` 0: nothing is started again by itself.
+    """
+
+    first_s: Seconds = 1.0
+    max_s: Seconds = 60.0
+    stable_s: Seconds = 300.0
 
 
 class Model(Frozen):
@@ -238,6 +253,7 @@ class Model(Frozen):
     vram_bytes: OptionalCount = None
     ram_bytes: OptionalCount = None
     ttl_s: OptionalSeconds = None
+    wedge_after_s: OptionalSeconds = 300.0
     preload: bool = False
     phase_policy: Policy | None = None
     phase_yield_ms: Annotated[int, Field(ge=0, le=3_600_000)] | None = None
@@ -246,6 +262,7 @@ class Model(Frozen):
     max_queue: OptionalCount = None
     budgets: Budgets = Budgets()
     stop: Stop = Stop()
+    restart: Restart = Restart()
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:

@@ -7,6 +7,7 @@ unless a name ends in another unit.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Final
 
 
 class ModelState(StrEnum):
@@ -126,6 +127,10 @@ class Audit:
 
     key: str = ""
     address: str = ""
+
+
+NOBODY: Final = Audit()
+"""Nobody asked: a timer, a crash, a request did."""
 
 
 @dataclass(frozen=True, slots=True)

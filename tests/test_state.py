@@ -32,7 +32,9 @@ def test_what_was_written_is_read_back_with_private_modes(tmp_path):
 
 def test_one_proxy_owns_a_folder_and_the_other_goes_without(tmp_path):
     first, second = StateDir.open(tmp_path), StateDir.open(tmp_path)
-    assert not second.kept and f"(pid {os.getpid()})" in second.problem and "server.state_dir" in second.problem
+    assert (
+        not second.kept and f"(pid {os.getpid()})" in second.problem and "server.state_dir" in second.problem
+    )
     assert second.write("x.json", 1) == second.problem and second.read("x.json", int) is None
     assert second.names("runs") == () and second.folder("runs") is None
     second.remove("x.json")

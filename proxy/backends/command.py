@@ -10,6 +10,7 @@ proxy's own environment that llama-server would read as arguments are not inheri
 its configuration says, whatever shell the proxy was started from.
 """
 
+import itertools
 import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,6 +24,8 @@ HOST: Final = "127.0.0.1"
 KEY_VARIABLE: Final = "LLAMA_API_KEY"
 DEFAULT_SLOTS: Final = 4
 DEFAULT_BATCH: Final = 512
+LLAMA_BATCH: Final = 2048
+"""What llama-server itself takes when nobody says."""
 
 _ENDPOINT = "the proxy chooses where the engine listens and which key it takes"
 _PATHS = "the proxy calls the engine's own paths over plain HTTP"
@@ -138,6 +141,16 @@ def needs_engine(model: Model) -> bool:
     if model.cmd is None:
         return model.path is not None
     return any("ENGINE" in _macros(text) for text in (model.cmd, *model.env.values()))
+
+
+def batch_tokens(model: Model, defaults: Engine) -> int:
+    """Return the most tokens one decode call of this model takes (`-b`), as far as the configuration says it."""
+    args = (*defaults.args, *model.args)
+    found = DEFAULT_BATCH if model.cmd is None else LLAMA_BATCH
+    for flag, value in itertools.pairwise(args):
+        if _flag(flag) in ("-b", "--batch-size") and value.isdecimal():
+            found = int(value)
+    return max(1, found)
 
 
 def _check_cmd(name: str, model: Model) -> None:

@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeVar, assert_never
 
 from proxy import logs
-from proxy.backends import probes
+from proxy.backends import modelfile, probes
+from proxy.backends.backoff import Backoff
 from proxy.backends.bringup import Progress, Recipe, Running, bring_up
-from proxy.backends.client import DeadUpstream, EngineClient, ProbeError
+from proxy.backends.client import DeadUpstream, EngineClient
+from proxy.backends.command import batch_tokens
 from proxy.backends.lifecycle import (
     AdminSet,
     BecameReady,
@@ -27,17 +29,22 @@ from proxy.backends.lifecycle import (
     LoadFailed,
     LoadRefused,
     Moved,
+    RetryDue,
+    RetryPlanned,
     Started,
     StartEngine,
     StopAsked,
     StopEngine,
     Stopped,
+    TooSoon,
     step,
 )
 from proxy.backends.mirror import Mirror
-from proxy.backends.process import EngineProcess, StopReport, describe_exit, process_status
+from proxy.backends.process import EngineProcess, StopReport, process_status
+from proxy.backends.sentinel import Sentinel
 from proxy.backends.views import FleetObserver, Kind, ModelStatus, UnloadReport
 from proxy.backends.voice import Voice
+from proxy.backends.watchdog import Rules
 from proxy.clock import Clock
 from proxy.errors import ErrorCode, ProxyError
 from proxy.metrics import Metrics
@@ -46,9 +53,6 @@ from proxy.upstream import Upstream
 
 LET_GO_S: Final = 0.3
 """How long requests of a stopped backend have to write their error event before sockets are cut."""
-REMOTE_LOST_POLLS: Final = 3
-DEAF_POLLS: Final = 2
-"""Failed polls in a row, the last one refused, after which a living process counts as lost."""
 
 _log = logs.get("backends")
 _T = TypeVar("_T")
@@ -61,6 +65,7 @@ class _Live:
     key: BackendKey
     running: Running
     mirror: Mirror
+    sentinel: Sentinel
 
 
 class ModelRunner:
@@ -72,7 +77,7 @@ class ModelRunner:
         self._recipe = recipe
         self._model = recipe.model
         self._metrics = metrics
-        for failures in (metrics.crashes, metrics.identity_mismatch):
+        for failures in (metrics.crashes, metrics.identity_mismatch, metrics.wedges, metrics.restarts):
             failures.labels(recipe.name)  # from 0: a series that appears with its first event hides it
         self._clock = clock
         self._voice = Voice(recipe.name, metrics=metrics, observer=observer)
@@ -88,8 +93,11 @@ class ModelRunner:
         self._grace_s = recipe.model.stop.grace_s
         self._events: deque[Event] = deque()
         self._stepping = False
+        self._changed = asyncio.Event()
         self._loss: ProxyError | None = None
-        self._last_error = ""
+        self._failure: ProxyError | None = None
+        restart = recipe.model.restart
+        self._backoff = Backoff(restart.first_s, restart.max_s, restart.stable_s)
 
     # -- asked from outside -----------------------------------------------------------------------------
 
@@ -184,7 +192,10 @@ class ModelRunner:
             info=running.info if running else None,
             identity=running.identity if running else "",
             exchanges=self._exchanges,
-            last_error=self._last_error,
+            last_error=self._failure.message if self._failure else "",
+            strikes=self._life.strikes,
+            retry_at=self._life.retry_at,
+            restart=self._life.restart,
         )
 
     @property
@@ -205,11 +216,12 @@ class ModelRunner:
         self._stepping = True
         try:
             while self._events:
-                self._life, effects = step(self._life, self._events.popleft())
+                self._life, effects = step(self._life, self._events.popleft(), self._clock(), self._backoff)
                 for effect in effects:
                     self._perform(effect)
         finally:
             self._stepping = False
+            self._changed.set()
 
     def _perform(self, effect: Effect) -> None:
         match effect:
@@ -217,14 +229,17 @@ class ModelRunner:
                 self._since = self._clock()
                 self._voice.moved(effect, self._life.generation)
             case StartEngine():
+                if effect.cause in (Cause.CRASH, Cause.WEDGE):
+                    self._metrics.restarts.labels(self.name).inc()
                 self._progress = Progress(on_started=lambda: self._post(Started(effect.generation)))
                 self._attempt = self._task(self._load(effect.generation, self._progress), "load")
             case StopEngine():
                 error = self._gone(effect.cause)
                 if self._live is not None and effect.was_ready:
+                    self._live.sentinel.dismiss()
                     self._voice.down(self._live.key, error)
                 self._fail_job(error)
-                self._stopper = self._task(self._stop(effect, error), "stop")
+                self._stopper = self._task(self._stop(effect, error, self._stopper), "stop")
             case EngineLost():
                 self._lost()
             case LoadRefused():
@@ -232,8 +247,35 @@ class ModelRunner:
                 code = ErrorCode.GATE_BLOCKED if blocked else ErrorCode.MODEL_DRAINING
                 why = f": {effect.reason}" if effect.reason else ""
                 self._fail_job(ProxyError(code, f"model {self.name!r} is {effect.admin.value}{why}"))
+            case RetryPlanned():
+                self._task(self._retry(effect), "retry")
+            case TooSoon():
+                self._fail_job(self._too_soon(effect.retry_at))
             case _:
                 assert_never(effect)
+
+    async def _retry(self, planned: RetryPlanned) -> None:
+        """Wait for the time of a restart, and for the lost process to be gone; given up when the plan is."""
+        stopper = self._stopper
+        if stopper is not None:
+            await asyncio.wait((stopper,))
+        while self._life.restart and self._life.generation == planned.generation:
+            left = planned.at - self._clock()
+            if left <= 0:
+                self._post(RetryDue(planned.generation))
+                return
+            self._changed.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(left):
+                    await self._changed.wait()
+
+    def _too_soon(self, retry_at: float) -> ProxyError:
+        left = max(0.0, retry_at - self._clock())
+        before = self._failure
+        code = before.code if before else ErrorCode.MODEL_LOAD_FAILED
+        words = before.message if before else f"model {self.name!r} could not be loaded"
+        text = f"{words} (failed {self._life.strikes} times in a row; it will be tried again in {left:.0f} s)"
+        return ProxyError(code, text, retry_after_s=left)
 
     async def _load(self, generation: int, progress: Progress) -> Running | None:
         """Bring the backend up. Returns it when it came too late: a stop is waiting to clear it away."""
@@ -241,6 +283,9 @@ class ModelRunner:
         error: ProxyError | None = None
         running: Running | None = None
         try:
+            if self._stopper is not None and not self._stopper.done():
+                # what was lost is still being cleared away, and holds its memory
+                await asyncio.wait((self._stopper,))
             async with asyncio.timeout(limit):
                 running = await bring_up(self._recipe, progress)
         except ProxyError as failed:
@@ -268,7 +313,7 @@ class ModelRunner:
             error = error or ProxyError(
                 ErrorCode.MODEL_LOAD_FAILED, f"model {self.name!r} could not be loaded"
             )
-            self._last_error = error.message
+            self._failure = error
             if error.code is ErrorCode.IDENTITY_MISMATCH:
                 self._metrics.identity_mismatch.labels(self.name).inc()
             self._post(LoadFailed(generation))
@@ -280,63 +325,54 @@ class ModelRunner:
     def _arrived(self, generation: int, running: Running) -> None:
         key = BackendKey(self.name, self.kind.value, generation)
         client, remote = running.client, running.process is None
+        sentinel = Sentinel(
+            key,
+            running.process,
+            self._rules(),
+            metrics=self._metrics,
+            clock=self._clock,
+            lost=self._told_lost,
+        )
         mirror = Mirror(
             key,
             lambda since: probes.slots(client, since),
             clock=self._clock,
             metrics=self._metrics,
-            on_snapshot=self._voice.snapshot,
-            on_failed_polls=self._remote_trouble if remote else self._process_trouble,
+            on_snapshot=self._seen,
+            on_failed_polls=sentinel.failed,
             engine_is_ours=not remote,
             working=lambda: client.exchanges,
         )
-        self._live = _Live(key, running, mirror)
-        self._last_error = ""
+        self._live = _Live(key, running, mirror, sentinel)
+        self._failure = None
         self._post(BecameReady(generation))
         self._voice.ready(key, running.info)
         mirror.start()
         if running.process is not None:
-            self._task(self._watch(key, running.process), "watch")
+            self._task(sentinel.watch_exit(), "watch")
         if self._job is not None and not self._job.done():
             self._job.set_result(running.info)
 
-    async def _watch(self, key: BackendKey, process: EngineProcess) -> None:
-        """Wait for the end of a ready process; an expected one is the stop's business."""
-        code = await process.exited()
-        if self.key != key:
-            return
-        words = process.tail.words()
-        self._metrics.crashes.labels(self.name).inc()
-        self._loss = ProxyError(
-            ErrorCode.UPSTREAM_ERROR,
-            f"the engine of model {self.name!r} {describe_exit(code)} unexpectedly{': ' + words if words else ''}",
+    def _rules(self) -> Rules | None:
+        model = self._model
+        if model.wedge_after_s is None:
+            return None
+        return Rules(
+            model.wedge_after_s,
+            probes.TIMEOUT_S,
+            modelfile.size(model.path),
+            batch_tokens(model, self._recipe.defaults),
         )
-        self._post(Exited(key.generation))
 
-    def _remote_trouble(self, failed: int, error: ProbeError) -> None:
-        live = self._live
-        if live is not None and failed >= REMOTE_LOST_POLLS and self.key == live.key:
-            self._loss = ProxyError(
-                ErrorCode.UPSTREAM_ERROR,
-                f"the remote engine of model {self.name!r} does not answer any more: {error}",
-            )
-            self._post(Exited(live.key.generation))
+    def _seen(self, snapshot: Snapshot) -> None:
+        self._voice.snapshot(snapshot)
+        if self._live is not None and self._live.key == snapshot.key:
+            self._live.sentinel.seen(snapshot)
 
-    def _process_trouble(self, failed: int, error: ProbeError) -> None:
-        """A process that lives and does not listen was told to stop by somebody else.
-
-        llama-server then closes its port, answers nothing any more, and waits for its clients to leave: for us.
-        """
-        live = self._live
-        if live is None or not error.refused or failed < DEAF_POLLS or self.key != live.key:
-            return
-        self._metrics.crashes.labels(self.name).inc()
-        self._loss = ProxyError(
-            ErrorCode.UPSTREAM_ERROR,
-            f"the engine of model {self.name!r} closed its port although nobody here stopped it"
-            " (was it sent a signal?)",
-        )
-        self._post(Exited(live.key.generation))
+    def _told_lost(self, key: BackendKey, cause: Cause, error: ProxyError) -> None:
+        if self.key == key:
+            self._loss = error
+            self._post(Exited(key.generation, cause))
 
     def _lost(self) -> None:
         """The ready backend ended by itself: tell at once, then clear away."""
@@ -344,8 +380,7 @@ class ModelRunner:
         if live is None:
             return
         error, self._loss = self._loss or ProxyError(ErrorCode.UPSTREAM_ERROR, "the engine ended"), None
-        self._last_error = error.message
-        _log.error("engine lost", model=self.name, generation=live.key.generation, error=error.message)
+        self._failure = error
         self._voice.down(live.key, error)
         self._stopper = self._task(self._clear(live, error), "clear")
 
@@ -354,8 +389,13 @@ class ModelRunner:
         await live.running.client.close(error.message)
         return await live.running.process.kill() if live.running.process is not None else None
 
-    async def _stop(self, effect: StopEngine, error: ProxyError) -> StopReport | None:
-        """Close sockets first: llama-server does not end while a client stays connected to it."""
+    async def _stop(
+        self, effect: StopEngine, error: ProxyError, before: "asyncio.Task[StopReport | None] | None"
+    ) -> StopReport | None:
+        """Close sockets first: llama-server does not end while a client stays connected to it.
+
+        `before` clears away an earlier generation; its process counts as this model's, too.
+        """
         live, attempt, progress = self._live, self._attempt, self._progress
         report: StopReport | None = None
         if live is not None and effect.was_ready:
@@ -375,6 +415,8 @@ class ModelRunner:
             if progress is not None and progress.process is not None:
                 report = await progress.process.kill()
         self._live = None
+        if before is not None and not before.done():
+            await asyncio.wait((before,))
         if report is not None and report.left:
             left = {pid: process_status(pid) for pid in report.left}
             _log.error("processes survived a kill", model=self.name, left=left)

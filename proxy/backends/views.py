@@ -53,7 +53,11 @@ class FleetObserver(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ModelStatus:
-    """One model at this instant. `since` is the (monotonic) time of the last state change."""
+    """One model at this instant. `since` is the (monotonic) time of the last state change.
+
+    While `failed`: `strikes` failures in a row, `retry_at` the (monotonic) time before which requests start nothing,
+    `restart` whether it is tried then by itself.
+    """
 
     model: str
     kind: Kind
@@ -70,6 +74,9 @@ class ModelStatus:
     identity: str = ""
     exchanges: int = 0
     last_error: str = ""
+    strikes: int = 0
+    retry_at: float | None = None
+    restart: bool = False
 
 
 @dataclass(frozen=True, slots=True)

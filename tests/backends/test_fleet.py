@@ -170,7 +170,6 @@ async def test_a_killed_engine_is_reported_at_once_and_reloads(fleets, engine_bi
     assert time.monotonic() - began < 1
     [(down, error)] = seen.of("down")
     assert down == key and error.code is ErrorCode.UPSTREAM_ERROR and "was killed by SIGKILL" in error.message
-    assert fleet.status("mid").state == "failed"
     assert ("mid", "ready", "failed", "crash") in seen.of("state")
     await fleet.load("mid")
     assert fleet.key("mid").generation > key.generation

@@ -143,7 +143,7 @@ async def test_a_remote_backend(fleets, engine_binary, mid_model):
     await eventually(lambda: seen.of("down"), 5)
     [(key_down, error)] = seen.of("down")
     assert key_down.model == "far" and "does not answer any more" in error.message
-    assert fleet.status("far").state == "failed"
+    assert ("far", "ready", "failed", "crash") in seen.of("state")
 
 
 async def test_the_mirror_follows_a_ready_engine_only(fleets, engine_binary, mid_model):

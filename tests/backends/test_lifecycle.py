@@ -184,7 +184,9 @@ def test_a_gate_set_while_stopping_refuses_the_load_that_waited():
     assert life.operational is S.UNLOADED and effects[-1] == LoadRefused(AdminState.BLOCKED, "x")
 
 
-@pytest.mark.parametrize("event", [Started(0), BecameReady(0), LoadFailed(0), Exited(0), Stopped(0), RetryDue(0)])
+@pytest.mark.parametrize(
+    "event", [Started(0), BecameReady(0), LoadFailed(0), Exited(0), Stopped(0), RetryDue(0)]
+)
 def test_stale_generations_change_nothing(event):
     for events in (READY[:1], READY[:2], READY, (*READY, StopAsked(Cause.FORCE))):
         life, _ = run(*events)

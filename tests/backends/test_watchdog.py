@@ -23,7 +23,9 @@ def snap(at, *slots, running_ms=0.0, seq=0, native=True):
 
 
 def prefill(processed=0, total=500, slot=0):
-    return SlotView(slot, True, 1, member=MemberState.PREFILL, prompt_tokens=total, processed_tokens=processed)
+    return SlotView(
+        slot, True, 1, member=MemberState.PREFILL, prompt_tokens=total, processed_tokens=processed
+    )
 
 
 def generate(decoded, slot=0):
