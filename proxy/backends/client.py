@@ -22,6 +22,7 @@ import aiohttp
 from multidict import CIMultiDict
 from yarl import URL
 
+from proxy.clock import monotonic
 from proxy.upstream import Exchange, Head, Sink, UpstreamDied, UpstreamRequest
 
 CONNECT_TIMEOUT_S: Final = 5.0
@@ -125,6 +126,7 @@ class EngineClient:
         self._lanes: set[_Lane] = set()
         self._idle = asyncio.Event()
         self._idle.set()
+        self.quiet_since = monotonic()
         self._closed = ""
         self._session = aiohttp.ClientSession(
             connector=_Connector(),
@@ -228,6 +230,7 @@ class EngineClient:
             lane.abort()
         self._lanes.discard(lane)
         if not self._lanes:
+            self.quiet_since = monotonic()
             self._idle.set()
 
 

@@ -243,7 +243,9 @@ def step(
             if not life.restart:
                 return life, ()
             life = replace(life, restart=False)
-            return (life, ()) if life.admin is not AdminState.ENABLED else _start(life, life.cause, after)
+            if life.admin is not AdminState.ENABLED:
+                return life, (LoadRefused(life.admin, life.reason),)
+            return _start(life, life.cause, after)
         case Stopped():
             moved, effects = _move(replace(life, again=None), after, life.cause)
             if life.again is None:

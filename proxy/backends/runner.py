@@ -7,7 +7,7 @@ watcher of the ready process, one mirror, one stop. All are named and awaited by
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar, assert_never
 
@@ -41,8 +41,10 @@ from proxy.backends.lifecycle import (
 )
 from proxy.backends.mirror import Mirror
 from proxy.backends.process import EngineProcess, StopReport, process_status
+from proxy.backends.runrecord import RunRecord
 from proxy.backends.sentinel import Sentinel
-from proxy.backends.views import FleetObserver, Kind, ModelStatus, UnloadReport
+from proxy.backends.takeover import take_over
+from proxy.backends.views import FleetObserver, Kind, ModelStatus
 from proxy.backends.voice import Voice
 from proxy.backends.watchdog import Rules
 from proxy.clock import Clock
@@ -96,6 +98,8 @@ class ModelRunner:
         self._changed = asyncio.Event()
         self._loss: ProxyError | None = None
         self._failure: ProxyError | None = None
+        self._farewell: ProxyError | None = None
+        self._left: RunRecord | None = None
         restart = recipe.model.restart
         self._backoff = Backoff(restart.first_s, restart.max_s, restart.stable_s)
 
@@ -113,28 +117,29 @@ class ModelRunner:
             job.set_result(self._live.running.info)
         return job
 
-    async def unload(self, *, deadline_s: float, force: bool, cause: Cause, grace_s: float) -> UnloadReport:
-        """Stop the model; see `Fleet.unload`."""
-        began, before = self._clock(), self._life.operational
-        closes_gate = not force and self._life.admin is AdminState.ENABLED
-        if closes_gate:
-            self.set_admin(AdminState.DRAINING, "unloading")
-        try:
-            cut = self._exchanges if force else await self._drained(deadline_s)
-            self._grace_s = grace_s
-            self._post(StopAsked(cause))
-            if self._live is not None and self._live.running.process is not None:
-                self._live.running.process.hurry(grace_s)
-            stopper = self._stopper
-            running = stopper is not None and not stopper.done()
-            report = await asyncio.shield(stopper) if stopper is not None and running else None
-        finally:
-            if closes_gate and self._life.admin is AdminState.DRAINING:
-                self.set_admin(AdminState.ENABLED, "")
-        seconds = self._clock() - began
-        self._metrics.unload_seconds.labels(self.name, str(force).lower()).observe(seconds)
-        done = report or StopReport(None, ())
-        return UnloadReport(self.name, before, force, cut, done.code, done.signals, done.left, seconds)
+    def adopt(self, record: RunRecord) -> "asyncio.Future[EngineInfo]":
+        """Take over the process that an earlier proxy left running; one that is no good is replaced."""
+        self._left = record
+        return self.ask(Cause.OPERATOR)
+
+    def ask_stop(
+        self, cause: Cause, grace_s: float, error: ProxyError | None = None
+    ) -> Awaitable[StopReport]:
+        """Stop whatever runs: the generation is bumped before this returns. Await the result for the end of it.
+
+        `error` is for everybody who has a request there or waits for the load. A stop under way is joined, and
+        hurried to `grace_s`.
+        """
+        self._grace_s, self._farewell = grace_s, error
+        self._post(StopAsked(cause))
+        self._farewell = None
+        if self._life.operational is ModelState.UNLOADED:
+            # a restart was planned, and with it goes what waited for it
+            self._fail_job(error or self._gone(cause))
+        if self._live is not None and self._live.running.process is not None:
+            self._live.running.process.hurry(grace_s)
+        stopper = self._stopper
+        return _report(None if stopper is None or stopper.done() else stopper)
 
     def set_admin(self, admin: AdminState, reason: str) -> None:
         """Change the administrative axis."""
@@ -172,6 +177,29 @@ class ModelRunner:
         process = (self._progress.process if self._progress else None) or self._last_process
         return process.tail.lines(lines) if process else []
 
+    @property
+    def life(self) -> Life:
+        """The model's place on both axes."""
+        return self._life
+
+    @property
+    def fingerprint(self) -> str:
+        """Tells whether the configuration that shapes the process is still the same."""
+        return self._recipe.fingerprint
+
+    @property
+    def failure(self) -> ProxyError | None:
+        """Why the last attempt or the last ready backend failed; None once one is ready again."""
+        return self._failure
+
+    @property
+    def idle_since(self) -> float | None:
+        """When the ready backend's last exchange ended (or it became ready); None while it is busy or not ready."""
+        client = self._client
+        if client is None or self.key is None or client.exchanges:
+            return None
+        return max(self._since, client.quiet_since)
+
     def status(self) -> ModelStatus:
         """Return the whole state at this instant."""
         running = self._live.running if self._live else None
@@ -191,7 +219,7 @@ class ModelRunner:
             port=running.port if running else progress.port if progress else None,
             info=running.info if running else None,
             identity=running.identity if running else "",
-            exchanges=self._exchanges,
+            exchanges=self.exchanges,
             last_error=self._failure.message if self._failure else "",
             strikes=self._life.strikes,
             retry_at=self._life.retry_at,
@@ -203,7 +231,8 @@ class ModelRunner:
         return self._live.running.client if self._live else None
 
     @property
-    def _exchanges(self) -> int:
+    def exchanges(self) -> int:
+        """Requests that are with the engine."""
         return self._client.exchanges if self._client else 0
 
     # -- the machine ------------------------------------------------------------------------------------
@@ -234,7 +263,7 @@ class ModelRunner:
                 self._progress = Progress(on_started=lambda: self._post(Started(effect.generation)))
                 self._attempt = self._task(self._load(effect.generation, self._progress), "load")
             case StopEngine():
-                error = self._gone(effect.cause)
+                error = self._farewell or self._gone(effect.cause)
                 if self._live is not None and effect.was_ready:
                     self._live.sentinel.dismiss()
                     self._voice.down(self._live.key, error)
@@ -287,7 +316,7 @@ class ModelRunner:
                 # what was lost is still being cleared away, and holds its memory
                 await asyncio.wait((self._stopper,))
             async with asyncio.timeout(limit):
-                running = await bring_up(self._recipe, progress)
+                running = await self._taken_over(progress) or await bring_up(self._recipe, progress)
         except ProxyError as failed:
             error = failed
         except TimeoutError:
@@ -322,9 +351,22 @@ class ModelRunner:
         self._arrived(generation, running)
         return None
 
+    async def _taken_over(self, progress: Progress) -> Running | None:
+        record, self._left = self._left, None
+        if record is None:
+            return None
+        try:
+            running = await take_over(self._recipe, record, progress)
+        except ProxyError as error:
+            _log.warning("engine not taken over", model=self.name, pid=record.pid, error=error.message)
+            progress.process, progress.port = None, None
+            return None
+        _log.info("engine taken over", model=self.name, pid=record.pid, port=record.port)
+        return running
+
     def _arrived(self, generation: int, running: Running) -> None:
         key = BackendKey(self.name, self.kind.value, generation)
-        client, remote = running.client, running.process is None
+        client = running.client
         sentinel = Sentinel(
             key,
             running.process,
@@ -340,7 +382,8 @@ class ModelRunner:
             metrics=self._metrics,
             on_snapshot=self._seen,
             on_failed_polls=sentinel.failed,
-            engine_is_ours=not remote,
+            # of one that was taken over the first events are not all of its life
+            engine_is_ours=running.process is not None and running.process.child,
             working=lambda: client.exchanges,
         )
         self._live = _Live(key, running, mirror, sentinel)
@@ -387,7 +430,16 @@ class ModelRunner:
     async def _clear(self, live: _Live, error: ProxyError) -> StopReport | None:
         await live.mirror.stop()
         await live.running.client.close(error.message)
-        return await live.running.process.kill() if live.running.process is not None else None
+        return await self._end(live.running, 0)
+
+    async def _end(self, running: Running, grace_s: float) -> StopReport | None:
+        """Stop the process, and forget its record once nothing of it is left."""
+        if running.process is None:
+            return None
+        report = await running.process.stop(grace_s)
+        if running.run is not None and not report.left:
+            self._recipe.runs.forget(running.run)
+        return report
 
     async def _stop(
         self, effect: StopEngine, error: ProxyError, before: "asyncio.Task[StopReport | None] | None"
@@ -404,15 +456,19 @@ class ModelRunner:
                 async with asyncio.timeout(LET_GO_S):
                     await live.running.client.idle()
             await live.running.client.close(error.message)
-            if live.running.process is not None:
-                report = await live.running.process.stop(self._grace_s)
+            if effect.cause is Cause.SHUTDOWN and self._recipe.keep and live.running.process is not None:
+                _log.info("engine kept", model=self.name, pid=live.running.process.pid)
+                await live.running.process.detach()
+            else:
+                report = await self._end(live.running, self._grace_s)
         elif attempt is not None:
             attempt.cancel()
             await asyncio.wait((attempt,))
             late = None if attempt.cancelled() else attempt.result()
             if late is not None:
                 await late.client.close(error.message)
-            if progress is not None and progress.process is not None:
+                report = await self._end(late, 0)
+            elif progress is not None and progress.process is not None:
                 report = await progress.process.kill()
         self._live = None
         if before is not None and not before.done():
@@ -424,15 +480,6 @@ class ModelRunner:
         if self._life.operational is ModelState.UNLOADED and self._job is not None and not self._job.done():
             self._fail_job(error)
         return report
-
-    async def _drained(self, deadline_s: float) -> int:
-        """Wait until no exchange is open; return how many still are at the deadline."""
-        client = self._client
-        if client is not None and self.key is not None:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(deadline_s):
-                    await client.idle()
-        return self._exchanges
 
     def _gone(self, cause: Cause) -> ProxyError:
         if cause is Cause.SHUTDOWN:
@@ -461,3 +508,9 @@ class ModelRunner:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             _log.error("a task failed", task=task.get_name(), exc_info=error)
+
+
+async def _report(stopper: "asyncio.Task[StopReport | None] | None") -> StopReport:
+    """Wait for the end of a stop, whoever else waits for it as well."""
+    report = None if stopper is None else await asyncio.shield(stopper)
+    return report or StopReport(None, ())

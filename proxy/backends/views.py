@@ -79,12 +79,21 @@ class ModelStatus:
     restart: bool = False
 
 
+class Then(StrEnum):
+    """What holds after an unload: `open` lets the next request load the model again, `block` keeps it down."""
+
+    OPEN = "open"
+    BLOCK = "block"
+
+
 @dataclass(frozen=True, slots=True)
 class UnloadReport:
     """How an unload went.
 
-    `before` is the state it found; `cut` counts exchanges that were ended; `code` and `signals` tell
-    how the process ended; `left` are process ids that survived a KILL (should be empty).
+    `before` is the state it found; `cut` counts exchanges that were ended; `code` and `signals` tell how the process
+    ended; `left` are process ids that survived a KILL (should be empty). Of a force-unload: `queued` and `running`
+    requests were ended, `names` are their ids, `unsettled` those of them that are still in the books (should be
+    empty), `job` is its job's id, `problem` says why a gate will not survive the proxy.
     """
 
     model: str
@@ -95,3 +104,26 @@ class UnloadReport:
     signals: tuple[str, ...] = ()
     left: tuple[int, ...] = ()
     seconds: float = 0.0
+    queued: int = 0
+    running: int = 0
+    names: tuple[str, ...] = ()
+    unsettled: tuple[str, ...] = ()
+    job: str = ""
+    problem: str = ""
+
+    @property
+    def clean(self) -> bool:
+        """Whether nothing is left: no process, no request."""
+        return not self.left and not self.unsettled
+
+
+@dataclass(frozen=True, slots=True)
+class WouldCut:
+    """What a force-unload would end, were it run now."""
+
+    model: str
+    state: ModelState
+    pid: int | None
+    waiting: tuple[str, ...]
+    running: tuple[str, ...]
+    exchanges: int

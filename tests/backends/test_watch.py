@@ -64,7 +64,9 @@ async def test_a_long_first_batch_is_no_wedge_and_a_stop_inside_it_is(fleets, na
     took = next(at for name, _, at in seen.calls if name == "down") - stopped
     assert took < 3 * probes.TIMEOUT_S + 1
     [(down, error)] = seen.of("down")
-    assert down == key and error.code is ErrorCode.UPSTREAM_WEDGED and "/slots gave no answer" in error.message
+    assert (
+        down == key and error.code is ErrorCode.UPSTREAM_WEDGED and "/slots gave no answer" in error.message
+    )
     with pytest.raises(UpstreamDied, match="makes no progress"):
         await running
     assert ("m", "ready", "failed", "wedge") in seen.of("state")
