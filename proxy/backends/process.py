@@ -138,6 +138,9 @@ class EngineProcess:
         if self._follower is not None:
             await self._follower.stop()
         self._close_pidfd()
+        if not self._exit.done():
+            # whoever still waits for its end shall not wait for us
+            self._exit.set_result(UNSEEN)
         if self._popen is not None and self._popen.returncode is None:
             # it is the next proxy's now: subprocess would complain that it was not waited for
             self._popen.returncode = 0

@@ -266,6 +266,8 @@ class ModelRunner:
                 error = self._farewell or self._gone(effect.cause)
                 if self._live is not None and effect.was_ready:
                     self._live.sentinel.dismiss()
+                    if self._live.running.run is not None and effect.cause is not Cause.SHUTDOWN:
+                        self._recipe.runs.renounce(self._live.running.run)
                     self._voice.down(self._live.key, error)
                 self._fail_job(error)
                 self._stopper = self._task(self._stop(effect, error, self._stopper), "stop")
@@ -424,6 +426,8 @@ class ModelRunner:
             return
         error, self._loss = self._loss or ProxyError(ErrorCode.UPSTREAM_ERROR, "the engine ended"), None
         self._failure = error
+        if live.running.run is not None:
+            self._recipe.runs.renounce(live.running.run)
         self._voice.down(live.key, error)
         self._stopper = self._task(self._clear(live, error), "clear")
 

@@ -5,7 +5,7 @@ import os
 import secrets
 import signal
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +20,7 @@ FOLDER: Final = "runs"
 OUTPUT_FOLDER: Final = "logs"
 TERM_S: Final = 1.0
 GONE_S: Final = 2.0
+REAP_ROUNDS: Final = 3
 _LOOK_S: Final = 0.02
 _VARIABLE: Final = f"{TOKEN_VARIABLE}=".encode()
 _log = logs.get("backends")
@@ -74,6 +75,11 @@ class RunStore:
         await self._write(record)
         return record
 
+    def renounce(self, record: RunRecord) -> None:
+        """Note at once that the process is being ended: should the proxy die now, nobody may take it over."""
+        if record.keep and self._state.kept:
+            self._state.write(_name(record), encode(replace(record, keep=False)), durable=False)
+
     def forget(self, record: RunRecord) -> None:
         """Remove the record of a process that is gone."""
         self._state.remove(_name(record))
@@ -107,9 +113,16 @@ class RunStore:
             found.append((record, verdict))
         return found
 
-    async def reap(self, record: RunRecord, pids: Iterable[int]) -> tuple[int, ...]:
+    async def reap(self, record: RunRecord, pids: Sequence[int]) -> tuple[int, ...]:
         """End the processes that carry the record's token, and forget it; return what outlived a KILL."""
-        left = await end_bearers(record.token, pids)
+        left: tuple[int, ...] = ()
+        for _ in range(REAP_ROUNDS):
+            left = await end_bearers(record.token, pids)
+            # one that was being forked while we looked has the token, too
+            seen = await asyncio.to_thread(processes) if pids else {}
+            pids = [pid for pid, process in seen.items() if process.token == record.token]
+            if not pids:
+                break
         if left:
             _log.error("processes survived a kill", model=record.model, left=left)
         else:
