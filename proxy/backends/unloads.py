@@ -177,24 +177,25 @@ class Unloads:
     ) -> UnloadReport:
         """End everything of a model now; answers within its grace + 2 s. Twice at once is one, `block` wins."""
         job, new = self._desk.open(JobKind.FORCE, model, Cause.FORCE, audit)
-        if then is Then.BLOCK:
-            self._blocked.add(model)
-            self._gates.set(model, blocked(reason, mode, audit))
         if new:
             # up to its first await this is one step, in which the generation is bumped: not a task yet
-            self._task(job, self._cut(job, reason, mode))
+            self._task(job, self._cut(job, reason))
+        if then is Then.BLOCK:
+            # after the cut: a gate that rejects would refuse those who are to be told of the unload
+            self._blocked.add(model)
+            self._gates.set(model, blocked(reason, mode, audit))
         task: asyncio.Task[UnloadReport] = self._tasks[job.id]
         report = await asyncio.shield(task)
         return replace(report, problem=await self._gates.save())
 
-    def _cut(self, job: Job, reason: str, mode: GateMode) -> Coroutine[Any, Any, UnloadReport]:
+    def _cut(self, job: Job, reason: str) -> Coroutine[Any, Any, UnloadReport]:
         """Steps 1 and 2, and the first half of 3; the rest is returned."""
         model, began = job.model, self._clock()
         runner, live = self._runner(model), self._requests.live(model)
         status, exchanges = runner.status(), runner.exchanges
         error = _unloaded(model, Cause.FORCE, reason)
         draining = contextlib.ExitStack()
-        gate = Gate(AdminState.DRAINING, reason or "unloading", mode, job.audit)
+        gate = Gate(AdminState.DRAINING, reason or "unloading", "hold", job.audit)
         draining.enter_context(self._gates.draining(model, gate))
         stopping = runner.ask_stop(Cause.FORCE, self._model(model).stop.grace_s, error)
         self._requests.end(model, error)
