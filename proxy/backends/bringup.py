@@ -16,6 +16,7 @@ from proxy.backends import probes
 from proxy.backends.client import EngineClient, ProbeError
 from proxy.backends.command import HOST, EngineBinary, build, needs_engine
 from proxy.backends.listening import Owner, Reservation, own_port, owner
+from proxy.backends.logfeed import LogFeed
 from proxy.backends.logtail import LogTail
 from proxy.backends.process import EngineProcess, describe_exit
 from proxy.backends.runrecord import TOKEN_VARIABLE, RunRecord, recipe_of
@@ -50,6 +51,7 @@ class Recipe:
     resolve: EngineResolver
     verify: Verify | None = None
     runs: RunStore = field(default_factory=lambda: RunStore(StateDir.open(None)))
+    feed: LogFeed = field(default_factory=LogFeed)
     inherited: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     cores: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
 
@@ -145,7 +147,7 @@ async def _run(recipe: Recipe, engine: EngineBinary | None, progress: Progress) 
             inherited=recipe.inherited,
         )
         command = replace(command, env={**command.env, TOKEN_VARIABLE: run.token})
-        tail = LogTail(secret=key)
+        tail = LogTail(secret=key, feed=recipe.feed)
         try:
             process = await EngineProcess.start(command, watch=is_cmd, tail=tail, keep=keep)
         except OSError as error:

@@ -17,6 +17,7 @@ from proxy.backends.gates import Gate, GateMode
 from proxy.backends.jobs import Job, JobKind
 from proxy.backends.leasing import Leasing
 from proxy.backends.loadjobs import LoadJobs
+from proxy.backends.logfeed import LogFollower
 from proxy.backends.ports import ControlEvent, Listener, NoRequests, Requests
 from proxy.backends.runner import ModelRunner
 from proxy.backends.runrecord import Fate
@@ -341,6 +342,10 @@ class Fleet:
     def log_tail(self, model: str, lines: int = 100) -> list[str]:
         """Return the last lines of the engine's output, of the present or the last process."""
         return self._runner(model).log_tail(lines)
+
+    def follow_log(self, model: str, lines: int = 100) -> LogFollower:
+        """Follow the engine's output over its generations; close the follower. One that is too slow is dropped."""
+        return self._runner(model).follow_log(lines)
 
     @property
     def state_problem(self) -> str:

@@ -39,6 +39,7 @@ from proxy.backends.lifecycle import (
     TooSoon,
     step,
 )
+from proxy.backends.logfeed import LogFollower
 from proxy.backends.mirror import Mirror
 from proxy.backends.process import EngineProcess, StopReport, process_status
 from proxy.backends.runrecord import RunRecord
@@ -149,6 +150,7 @@ class ModelRunner:
         """Await every task this model still owns (after `unload`)."""
         while self._tasks:
             await asyncio.wait(self._tasks)
+        self._recipe.feed.close()
 
     # -- read side --------------------------------------------------------------------------------------
 
@@ -174,8 +176,20 @@ class ModelRunner:
 
     def log_tail(self, lines: int) -> list[str]:
         """Return the last lines of the present or last process."""
-        process = (self._progress.process if self._progress else None) or self._last_process
+        process = self._newest_process
         return process.tail.lines(lines) if process else []
+
+    def follow_log(self, lines: int) -> LogFollower:
+        """Follow the output of this and later processes, beginning with the last lines."""
+        process = self._newest_process
+        first = process.tail.lines(lines) if process else []
+        if process is not None and process.tail.unfinished:
+            first = first[:-1]
+        return self._recipe.feed.follow(first)
+
+    @property
+    def _newest_process(self) -> EngineProcess | None:
+        return (self._progress.process if self._progress else None) or self._last_process
 
     @property
     def life(self) -> Life:

@@ -32,7 +32,7 @@ async def take_over(recipe: Recipe, record: RunRecord, progress: Progress) -> Ru
     if pidfd is None:
         recipe.runs.forget(record)
         raise failed(recipe, f"process {record.pid} is not the engine that was left running")
-    tail = LogTail(secret=record.api_key)
+    tail = LogTail(secret=record.api_key, feed=recipe.feed)
     process = EngineProcess.adopt(record.pid, pidfd, tail, Path(record.output))
     client = EngineClient(f"http://{HOST}:{record.port}", record.api_key)
     try:
