@@ -19,6 +19,8 @@ from proxy.backends.leasing import Leasing
 from proxy.backends.loadjobs import LoadJobs
 from proxy.backends.logfeed import LogFollower
 from proxy.backends.ports import ControlEvent, Listener, NoRequests, Requests
+from proxy.backends.reconcile import ReconcileReport
+from proxy.backends.reconciler import reconcile
 from proxy.backends.runner import ModelRunner
 from proxy.backends.runrecord import Fate
 from proxy.backends.runs import RunStore
@@ -83,7 +85,8 @@ class Fleet:
         job, gate and lease; the state folder is closed by `stop`.
         """
         check_models(settings.models, settings.engine)
-        self._catalog, self._observer, self._stopping = catalog, observer, False
+        self._catalog, self._observer, self._metrics = catalog, observer, metrics
+        self._stopping = False
         self._state = state or StateDir.open(None)
         self._runs = RunStore(self._state)
         self._requests = requests or NoRequests()
@@ -300,6 +303,10 @@ class Fleet:
         runner, live = self._runner(model), self._requests.live(model)
         status = runner.status()
         return WouldCut(model, status.state, status.pid, live.waiting, live.running, runner.exchanges)
+
+    async def reconcile(self, model: str) -> ReconcileReport:
+        """Compare a model's books, processes, records, sockets and slots; repair what is safe; touch no live request."""
+        return await reconcile(self._runner(model), self._runs, self._requests, self._metrics)
 
     # -- gates ------------------------------------------------------------------------------------------
 

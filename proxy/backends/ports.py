@@ -12,10 +12,14 @@ from proxy.errors import ProxyError
 
 @dataclass(frozen=True, slots=True)
 class LiveRequests:
-    """The requests of one model: ids of those that wait, and of those that hold a grant or still write."""
+    """The requests of one model: ids of those that wait, and of those that hold a grant or still write.
+
+    `tags` are the names under which the engine may still work for one, cancelled ones included; None: not known.
+    """
 
     waiting: tuple[str, ...] = ()
     running: tuple[str, ...] = ()
+    tags: frozenset[str] | None = None
 
 
 class Requests(Protocol):
@@ -33,6 +37,9 @@ class Requests(Protocol):
         A gate that opens lets held requests ask for a load as ever.
         """
 
+    def check(self, model: str) -> tuple[str, ...]:
+        """Return what is wrong with the model's books, in words, mended where it can be; no live request is dropped."""
+
     async def settled(self, model: str, timeout_s: float) -> bool:
         """Wait until nobody is past the queue of this model any more; False when the time passed first."""
 
@@ -49,6 +56,10 @@ class NoRequests:
 
     def gate(self, model: str, gate: Gate) -> None:
         """Nobody to tell."""
+
+    def check(self, model: str) -> tuple[str, ...]:
+        _ = model
+        return ()
 
     async def settled(self, model: str, timeout_s: float) -> bool:
         _ = model, timeout_s

@@ -170,6 +170,22 @@ class ModelRunner:
         if self._live is not None and self._live.key == key:
             self._live.mirror.poke()
 
+    def poke_now(self) -> None:
+        """Poll the ready backend's slots now, if there is one."""
+        if self._live is not None:
+            self._live.mirror.poke()
+
+    def fresh_snapshot(self, age_s: float) -> Snapshot | None:
+        """Return the newest snapshot unless it is older than this."""
+        snapshot = self.snapshot()
+        return snapshot if snapshot is not None and self._clock() - snapshot.asked_at <= age_s else None
+
+    @property
+    def token(self) -> str:
+        """The token of the ready backend's run, empty without one."""
+        run = self._live.running.run if self._live else None
+        return run.token if run else ""
+
     def snapshot(self) -> Snapshot | None:
         """Return the newest snapshot of the ready generation."""
         return self._live.mirror.latest if self._live and self.key else None

@@ -31,6 +31,11 @@ class RunStore:
 
     def __init__(self, state: StateDir) -> None:
         self._state = state
+        self._known: dict[str, RunRecord] = {}
+
+    def known(self, model: str) -> tuple[RunRecord, ...]:
+        """Return the records of a model's processes that this proxy started or found and has not seen the end of."""
+        return tuple(record for record in self._known.values() if record.model == model)
 
     @property
     def kept(self) -> bool:
@@ -82,9 +87,11 @@ class RunStore:
 
     def forget(self, record: RunRecord) -> None:
         """Remove the record of a process that is gone."""
+        self._known.pop(record.token, None)
         self._state.remove(_name(record))
 
     async def _write(self, record: RunRecord) -> None:
+        self._known[record.token] = record
         if not self._state.kept:
             return
         if self._state.folder(FOLDER) is not None:
@@ -110,6 +117,7 @@ class RunStore:
                 fate=verdict.fate.value,
                 why=verdict.why,
             )
+            self._known[record.token] = record
             found.append((record, verdict))
         return found
 

@@ -3,8 +3,10 @@
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import psutil
 import pytest
@@ -43,7 +45,11 @@ class Books:
         return LiveRequests(
             tuple(t.id for t in tickets if t.state is TicketState.QUEUED),
             tuple(t.id for t in tickets if t.state is not TicketState.QUEUED and t.state not in gone),
+            frozenset(t.tag for t in tickets if t.tag),
         )
+
+    def check(self, model):
+        return tuple(self.world.admission.broken_rules())
 
     def end(self, model, error):
         self.world.admission.end_model(model, error)
@@ -53,6 +59,10 @@ class Books:
 
     async def settled(self, model, timeout_s):
         return await self.world.admission.drained(model, timeout=timeout_s)
+
+
+def tagged(request, tag):
+    return replace(request, headers=(*request.headers, ("x-request-id", tag)))
 
 
 class World(Recorder):
@@ -160,7 +170,7 @@ class Client:
 
     async def _through(self, grant):
         exchange = await self.world.fleet.upstream(grant.key).open(
-            completion(self.n_predict, stream=self.stream)
+            tagged(completion(self.n_predict, stream=self.stream), grant.tag)
         )
         try:
             if self.stream:
@@ -477,3 +487,47 @@ async def test_loads_are_jobs_with_progress(worlds, engine_binary, mid_model, tm
     await asyncio.wait_for(by_request.task, 30)
     loads = [j for j in fleet.jobs.all("m") if j.kind is JobKind.LOAD]
     assert loads[0].cause is Cause.REQUEST and len(loads) == 3
+
+
+async def test_reconcile_finds_what_does_not_fit_and_drops_nobody(worlds, engine_binary, mid_model, tmp_path):
+    """A stray process of ours, a stale record, a stranger's request: named, mended where safe; live streams go on."""
+    from tests.backends.test_keep import sleeper
+
+    world = worlds({"m": {"path": mid_model}}, engine_binary, state=StateDir.open(tmp_path))
+    fleet = world.fleet
+    await fleet.start()
+    assert (await fleet.reconcile("m")).clean
+    await fleet.load("m")
+    running = world.client("running", n_predict=1500)
+    await eventually(lambda: running.sink.parts)
+    report = await fleet.reconcile("m")
+    assert report.clean and set(report.checked) == {"books", "processes", "records", "sockets", "slots"}, (
+        report
+    )
+
+    runs = fleet._runs
+    stray_run = await runs.intend("m", keep=False, recipe="", api_key="", output=None)
+    await runs.intend("m", keep=False, recipe="", api_key="", output=None)
+    status = fleet.status("m")
+    with sleeper(stray_run.token) as stray:
+        stray.stdout.readline()
+        code = "import socket, sys, time; s = socket.create_connection(('127.0.0.1', int(sys.argv[1])))"
+        code += "; print('up', flush=True); time.sleep(600)"
+        command = [sys.executable, "-c", code, str(status.port)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as foreign:
+            foreign.stdout.readline()
+            report = await fleet.reconcile("m")
+            foreign.kill()
+        assert stray.wait(5) is not None
+    found = {one.difference.odd.value: one.repair for one in report.found}
+    assert found == {
+        "stray_process": "it was ended",
+        "stale_record": "the record was removed",
+        "foreign_connection": "",
+    }, report
+    assert world.value("mirror_mismatch_total", model="m") == 1
+    await eventually(lambda: len(fleet._runner("m")._live.mirror.latest.slots) == 4)
+    assert not running.task.done() or running.outcome == "completed"
+    await asyncio.wait_for(running.task, 60)
+    assert running.outcome == "completed"
+    assert alive(status.pid)
