@@ -205,6 +205,19 @@ class Admission(Frozen):
     )
 
 
+class Memory(Frozen):
+    """How much memory all models together may take, and how they make room for each other.
+
+    `ram_bytes` null is the machine's; `vram_bytes` null does not limit. A model stays for at least
+    `min_residency_s`; a load that found no idle model to replace drains a busy one after `swap_patience_s`.
+    """
+
+    ram_bytes: OptionalCount = None
+    vram_bytes: OptionalCount = None
+    min_residency_s: Seconds = 60.0
+    swap_patience_s: Seconds = 120.0
+
+
 class Budgets(Frozen):
     """Time limits of one request or load, each off with 0."""
 
@@ -288,6 +301,7 @@ class Settings(BaseSettings):
     server: Server = Server()
     engine: Engine = Engine()
     admission: Admission = Admission()
+    memory: Memory = Memory()
     models_dir: UserPath | None = None
     models: Mapping[ModelId, Model] = Field(default_factory=dict)
 

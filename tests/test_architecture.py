@@ -49,7 +49,15 @@ PURE = {
     *("types", "errors", "headers", "sse", "catalog"),
     *("admission.core", "admission.cost", "admission.ledger", "admission.model", "admission.order"),
     *("backends.lifecycle", "backends.command", "backends.slots", "backends.backoff", "backends.watchdog"),
-    *("backends.jobs", "backends.gates", "backends.leases"),
+    *(
+        "backends.jobs",
+        "backends.gates",
+        "backends.leases",
+        "backends.memory",
+        "backends.runrecord",
+        "backends.words",
+    ),
+    "backends.reconcile",
 }
 IMPURE_IMPORTS = {"asyncio", "socket", "subprocess", "time", "logging", "threading", "aiohttp", "os"}
 

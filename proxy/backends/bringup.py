@@ -19,6 +19,7 @@ from proxy.backends.listening import Owner, Reservation, own_port, owner
 from proxy.backends.logfeed import LogFeed
 from proxy.backends.logtail import LogTail
 from proxy.backends.process import EngineProcess, describe_exit
+from proxy.backends.room import Room
 from proxy.backends.runrecord import TOKEN_VARIABLE, RunRecord, recipe_of
 from proxy.backends.runs import RunStore
 from proxy.backends.views import EngineResolver, Stage, Verify
@@ -52,6 +53,7 @@ class Recipe:
     verify: Verify | None = None
     runs: RunStore = field(default_factory=lambda: RunStore(StateDir.open(None)))
     feed: LogFeed = field(default_factory=LogFeed)
+    room: Room | None = None
     inherited: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     cores: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
 
@@ -86,6 +88,11 @@ class Progress:
     process: EngineProcess | None = None
     port: int | None = None
     on_started: Callable[[], None] = lambda: None
+    waits_for: str = ""
+
+    def waiting(self, words: str) -> None:
+        """Note what the load waits for before anything is started."""
+        self.stage, self.waits_for = Stage.MEMORY, words
 
     def started(self, process: EngineProcess | None) -> None:
         """Note that the process runs (tells the state machine once)."""

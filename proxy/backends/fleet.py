@@ -21,6 +21,7 @@ from proxy.backends.logfeed import LogFollower
 from proxy.backends.ports import ControlEvent, Listener, NoRequests, Requests
 from proxy.backends.reconcile import ReconcileReport
 from proxy.backends.reconciler import reconcile
+from proxy.backends.room import Room
 from proxy.backends.runner import ModelRunner
 from proxy.backends.runrecord import Fate
 from proxy.backends.runs import RunStore
@@ -95,11 +96,28 @@ class Fleet:
         self._loads = LoadJobs(self.jobs, self._runner, catalog.model)
         told = Told(observer, self._loads)
         self._runners: dict[str, ModelRunner] = {}
+        self._room = Room(
+            settings.memory,
+            settings.models,
+            settings.engine,
+            state=self._state,
+            clock=clock,
+            wanted=self._wanted,
+            evict=self._evict,
+            finished=lambda job: (found := self.jobs.get(job)) is None or found.ended,
+        )
         for name in catalog.ids():
             recipe = Recipe(
-                name, catalog.model(name), settings.engine, engine_resolver, verify, runs=self._runs
+                name,
+                catalog.model(name),
+                settings.engine,
+                engine_resolver,
+                verify,
+                runs=self._runs,
+                room=self._room,
             )
             self._runners[name] = ModelRunner(recipe, metrics=metrics, clock=clock, observer=told)
+        self._room.open(self._runners)
         self.gates: Final = Gatekeeper(
             catalog.ids(),
             state=self._state,
@@ -181,6 +199,7 @@ class Fleet:
         for runner in self._runners.values():
             await runner.close()
         await self._loads.close()
+        await asyncio.to_thread(self._room.save)
         self._state.close()
 
     # -- loads ------------------------------------------------------------------------------------------
@@ -358,6 +377,11 @@ class Fleet:
     def state_problem(self) -> str:
         """Why nothing survives this proxy; empty while it does, or is not meant to."""
         return self._state.problem
+
+    def _evict(self, model: str) -> Job:
+        return self.begin_unload(
+            model, mode="hold", cause=Cause.EVICT, reason="another model needs its memory"
+        )
 
     def _wanted(self, model: str) -> bool:
         live = self._requests.live(model)

@@ -8,15 +8,14 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import Awaitable, Coroutine
-from dataclasses import dataclass
 from typing import Any, Final, TypeVar, assert_never
 
 from proxy import logs
-from proxy.backends import modelfile, probes
+from proxy.backends import words
+from proxy.backends.attempt import attempt
 from proxy.backends.backoff import Backoff
-from proxy.backends.bringup import Progress, Recipe, Running, bring_up
+from proxy.backends.bringup import Progress, Recipe, Running
 from proxy.backends.client import DeadUpstream, EngineClient
-from proxy.backends.command import batch_tokens
 from proxy.backends.lifecycle import (
     AdminSet,
     BecameReady,
@@ -39,36 +38,20 @@ from proxy.backends.lifecycle import (
     TooSoon,
     step,
 )
+from proxy.backends.live import Live, end
 from proxy.backends.logfeed import LogFollower
-from proxy.backends.mirror import Mirror
 from proxy.backends.process import EngineProcess, StopReport, process_status
 from proxy.backends.runrecord import RunRecord
-from proxy.backends.sentinel import Sentinel
-from proxy.backends.takeover import take_over
 from proxy.backends.views import FleetObserver, Kind, ModelStatus
 from proxy.backends.voice import Voice
-from proxy.backends.watchdog import Rules
 from proxy.clock import Clock
 from proxy.errors import ErrorCode, ProxyError
 from proxy.metrics import Metrics
 from proxy.types import AdminState, BackendKey, Cause, EngineInfo, ModelState, Snapshot
 from proxy.upstream import Upstream
 
-LET_GO_S: Final = 0.3
-"""How long requests of a stopped backend have to write their error event before sockets are cut."""
-
 _log = logs.get("backends")
 _T = TypeVar("_T")
-
-
-@dataclass(frozen=True, slots=True)
-class _Live:
-    """The ready backend of one generation."""
-
-    key: BackendKey
-    running: Running
-    mirror: Mirror
-    sentinel: Sentinel
 
 
 class ModelRunner:
@@ -86,7 +69,7 @@ class ModelRunner:
         self._voice = Voice(recipe.name, metrics=metrics, observer=observer)
         self._life = Life()
         self._since = clock()
-        self._live: _Live | None = None
+        self._live: Live | None = None
         self._progress: Progress | None = None
         self._last_process: EngineProcess | None = None
         self._job: asyncio.Future[EngineInfo] | None = None
@@ -136,7 +119,7 @@ class ModelRunner:
         self._farewell = None
         if self._life.operational is ModelState.UNLOADED:
             # a restart was planned, and with it goes what waited for it
-            self._fail_job(error or self._gone(cause))
+            self._fail_job(error or words.gone(self.name, cause))
         if self._live is not None and self._live.running.process is not None:
             self._live.running.process.hurry(grace_s)
         stopper = self._stopper
@@ -223,6 +206,12 @@ class ModelRunner:
         return self._failure
 
     @property
+    def occupancy(self) -> tuple[ModelState, int | None, float, float | None]:
+        """State, process id, time of the last state change, and since when it is idle (None: busy or not ready)."""
+        status = self.status()
+        return status.state, status.pid, status.since, self.idle_since
+
+    @property
     def idle_since(self) -> float | None:
         """When the ready backend's last exchange ended (or it became ready); None while it is busy or not ready."""
         client = self._client
@@ -293,25 +282,24 @@ class ModelRunner:
                 self._progress = Progress(on_started=lambda: self._post(Started(effect.generation)))
                 self._attempt = self._task(self._load(effect.generation, self._progress), "load")
             case StopEngine():
-                error = self._farewell or self._gone(effect.cause)
+                error = self._farewell or words.gone(self.name, effect.cause)
                 if self._live is not None and effect.was_ready:
+                    self._learn(self._live.running)
                     self._live.sentinel.dismiss()
-                    if self._live.running.run is not None and effect.cause is not Cause.SHUTDOWN:
-                        self._recipe.runs.renounce(self._live.running.run)
+                    if effect.cause is not Cause.SHUTDOWN:
+                        self._live.renounce()
                     self._voice.down(self._live.key, error)
                 self._fail_job(error)
                 self._stopper = self._task(self._stop(effect, error, self._stopper), "stop")
             case EngineLost():
                 self._lost()
             case LoadRefused():
-                blocked = effect.admin is AdminState.BLOCKED
-                code = ErrorCode.GATE_BLOCKED if blocked else ErrorCode.MODEL_DRAINING
-                why = f": {effect.reason}" if effect.reason else ""
-                self._fail_job(ProxyError(code, f"model {self.name!r} is {effect.admin.value}{why}"))
+                self._fail_job(words.refused(self.name, effect))
             case RetryPlanned():
                 self._task(self._retry(effect), "retry")
             case TooSoon():
-                self._fail_job(self._too_soon(effect.retry_at))
+                left_s = max(0.0, effect.retry_at - self._clock())
+                self._fail_job(words.too_soon(self.name, self._failure, self._life.strikes, left_s))
             case _:
                 assert_never(effect)
 
@@ -330,39 +318,19 @@ class ModelRunner:
                 async with asyncio.timeout(left):
                     await self._changed.wait()
 
-    def _too_soon(self, retry_at: float) -> ProxyError:
-        left = max(0.0, retry_at - self._clock())
-        before = self._failure
-        code = before.code if before else ErrorCode.MODEL_LOAD_FAILED
-        words = before.message if before else f"model {self.name!r} could not be loaded"
-        text = f"{words} (failed {self._life.strikes} times in a row; it will be tried again in {left:.0f} s)"
-        return ProxyError(code, text, retry_after_s=left)
-
     async def _load(self, generation: int, progress: Progress) -> Running | None:
-        """Bring the backend up. Returns it when it came too late: a stop is waiting to clear it away."""
-        began, limit = self._clock(), self._model.budgets.load_timeout_s
+        """Get a backend ready. Returns it when it came too late: a stop is waiting to clear it away."""
+        began = self._clock()
         error: ProxyError | None = None
         running: Running | None = None
         try:
             if self._stopper is not None and not self._stopper.done():
                 # what was lost is still being cleared away, and holds its memory
                 await asyncio.wait((self._stopper,))
-            async with asyncio.timeout(limit):
-                running = await self._taken_over(progress) or await bring_up(self._recipe, progress)
+            left, self._left = self._left, None
+            running = await attempt(self._recipe, progress, left)
         except ProxyError as failed:
             error = failed
-        except TimeoutError:
-            words = progress.process.tail.words() if progress.process else ""
-            error = ProxyError(
-                ErrorCode.LOAD_TIMEOUT,
-                f"model {self.name!r} was not ready within load_timeout_s = {limit:g} s"
-                f" (stage {progress.stage.value}){': ' + words if words else ''}",
-            )
-        except Exception as failed:
-            _log.exception("load failed", model=self.name, generation=generation)
-            error = ProxyError(
-                ErrorCode.MODEL_LOAD_FAILED, f"model {self.name!r} could not be loaded: {failed}"
-            )
         finally:
             self._last_process = progress.process or self._last_process
             self._progress = None
@@ -370,79 +338,39 @@ class ModelRunner:
             return running
         outcome = "failed" if error else "ready"
         self._metrics.load_seconds.labels(self.name, outcome).observe(self._clock() - began)
-        if running is None:
-            error = error or ProxyError(
-                ErrorCode.MODEL_LOAD_FAILED, f"model {self.name!r} could not be loaded"
-            )
+        if running is not None:
+            self._arrived(generation, running)
+        elif error is not None:
             self._failure = error
             if error.code is ErrorCode.IDENTITY_MISMATCH:
                 self._metrics.identity_mismatch.labels(self.name).inc()
             self._post(LoadFailed(generation))
             self._fail_job(error)
-            return None
-        self._arrived(generation, running)
         return None
-
-    async def _taken_over(self, progress: Progress) -> Running | None:
-        record, self._left = self._left, None
-        if record is None:
-            return None
-        try:
-            running = await take_over(self._recipe, record, progress)
-        except ProxyError as error:
-            _log.warning("engine not taken over", model=self.name, pid=record.pid, error=error.message)
-            progress.process, progress.port = None, None
-            return None
-        _log.info("engine taken over", model=self.name, pid=record.pid, port=record.port)
-        return running
 
     def _arrived(self, generation: int, running: Running) -> None:
         key = BackendKey(self.name, self.kind.value, generation)
-        client = running.client
-        sentinel = Sentinel(
+        self._live = live = Live(
             key,
-            running.process,
-            self._rules(),
+            running,
+            self._recipe,
             metrics=self._metrics,
             clock=self._clock,
+            on_snapshot=self._voice.snapshot,
             lost=self._told_lost,
         )
-        mirror = Mirror(
-            key,
-            lambda since: probes.slots(client, since),
-            clock=self._clock,
-            metrics=self._metrics,
-            on_snapshot=self._seen,
-            on_failed_polls=sentinel.failed,
-            # of one that was taken over the first events are not all of its life
-            engine_is_ours=running.process is not None and running.process.child,
-            working=lambda: client.exchanges,
-        )
-        self._live = _Live(key, running, mirror, sentinel)
         self._failure = None
         self._post(BecameReady(generation))
         self._voice.ready(key, running.info)
-        mirror.start()
+        live.mirror.start()
         if running.process is not None:
-            self._task(sentinel.watch_exit(), "watch")
+            self._task(live.sentinel.watch_exit(), "watch")
         if self._job is not None and not self._job.done():
             self._job.set_result(running.info)
 
-    def _rules(self) -> Rules | None:
-        model = self._model
-        if model.wedge_after_s is None:
-            return None
-        return Rules(
-            model.wedge_after_s,
-            probes.TIMEOUT_S,
-            modelfile.size(model.path),
-            batch_tokens(model, self._recipe.defaults),
-        )
-
-    def _seen(self, snapshot: Snapshot) -> None:
-        self._voice.snapshot(snapshot)
-        if self._live is not None and self._live.key == snapshot.key:
-            self._live.sentinel.seen(snapshot)
+    def _learn(self, running: Running) -> None:
+        if self._recipe.room is not None and running.process is not None:
+            self._recipe.room.learn(self.name, running.process.pid)
 
     def _told_lost(self, key: BackendKey, cause: Cause, error: ProxyError) -> None:
         if self.key == key:
@@ -456,24 +384,9 @@ class ModelRunner:
             return
         error, self._loss = self._loss or ProxyError(ErrorCode.UPSTREAM_ERROR, "the engine ended"), None
         self._failure = error
-        if live.running.run is not None:
-            self._recipe.runs.renounce(live.running.run)
+        live.renounce()
         self._voice.down(live.key, error)
-        self._stopper = self._task(self._clear(live, error), "clear")
-
-    async def _clear(self, live: _Live, error: ProxyError) -> StopReport | None:
-        await live.mirror.stop()
-        await live.running.client.close(error.message)
-        return await self._end(live.running, 0)
-
-    async def _end(self, running: Running, grace_s: float) -> StopReport | None:
-        """Stop the process, and forget its record once nothing of it is left."""
-        if running.process is None:
-            return None
-        report = await running.process.stop(grace_s)
-        if running.run is not None and not report.left:
-            self._recipe.runs.forget(running.run)
-        return report
+        self._stopper = self._task(live.clear(error), "clear")
 
     async def _stop(
         self, effect: StopEngine, error: ProxyError, before: "asyncio.Task[StopReport | None] | None"
@@ -482,26 +395,21 @@ class ModelRunner:
 
         `before` clears away an earlier generation; its process counts as this model's, too.
         """
-        live, attempt, progress = self._live, self._attempt, self._progress
+        live, trying, progress = self._live, self._attempt, self._progress
         report: StopReport | None = None
         if live is not None and effect.was_ready:
-            await live.mirror.stop()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(LET_GO_S):
-                    await live.running.client.idle()
-            await live.running.client.close(error.message)
-            if effect.cause is Cause.SHUTDOWN and self._recipe.keep and live.running.process is not None:
-                _log.info("engine kept", model=self.name, pid=live.running.process.pid)
-                await live.running.process.detach()
+            await live.let_go(error)
+            if effect.cause is Cause.SHUTDOWN and self._recipe.keep:
+                await live.detach()
             else:
-                report = await self._end(live.running, self._grace_s)
-        elif attempt is not None:
-            attempt.cancel()
-            await asyncio.wait((attempt,))
-            late = None if attempt.cancelled() else attempt.result()
+                report = await end(self._recipe, live.running, self._grace_s)
+        elif trying is not None:
+            trying.cancel()
+            await asyncio.wait((trying,))
+            late = None if trying.cancelled() else trying.result()
             if late is not None:
                 await late.client.close(error.message)
-                report = await self._end(late, 0)
+                report = await end(self._recipe, late, 0)
             elif progress is not None and progress.process is not None:
                 report = await progress.process.kill()
         self._live = None
@@ -514,15 +422,6 @@ class ModelRunner:
         if self._life.operational is ModelState.UNLOADED and self._job is not None and not self._job.done():
             self._fail_job(error)
         return report
-
-    def _gone(self, cause: Cause) -> ProxyError:
-        if cause is Cause.SHUTDOWN:
-            return ProxyError(ErrorCode.SHUTTING_DOWN, "the proxy is shutting down")
-        if cause is Cause.WEDGE:
-            return ProxyError(
-                ErrorCode.UPSTREAM_WEDGED, f"the engine of model {self.name!r} made no progress"
-            )
-        return ProxyError(ErrorCode.MODEL_UNLOADED, f"model {self.name!r} was unloaded ({cause.value})")
 
     def _fail_job(self, error: ProxyError) -> None:
         """Tell everyone who waits for a load, if there is one."""

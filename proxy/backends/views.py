@@ -29,6 +29,7 @@ class Kind(StrEnum):
 class Stage(StrEnum):
     """How far a load has come."""
 
+    MEMORY = "memory"
     ENGINE = "engine"
     STARTING = "starting"
     LOADING = "loading"
