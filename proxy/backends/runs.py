@@ -61,7 +61,11 @@ class RunStore:
             started_wall=wall(),
             output=str(output or ""),
         )
-        await self._write(record)
+        try:
+            await self._write(record)
+        except BaseException:
+            self.forget(record)
+            raise
         return record
 
     async def started(self, record: RunRecord, pid: int) -> RunRecord:
@@ -94,8 +98,17 @@ class RunStore:
         self._known[record.token] = record
         if not self._state.kept:
             return
-        if self._state.folder(FOLDER) is not None:
-            await asyncio.to_thread(self._state.write, _name(record), encode(record), durable=False)
+        if self._state.folder(FOLDER) is None:
+            return
+        writing = asyncio.ensure_future(
+            asyncio.to_thread(self._state.write, _name(record), encode(record), durable=False)
+        )
+        try:
+            await asyncio.shield(writing)
+        except asyncio.CancelledError:
+            # the file comes all the same: whoever removes it has to come after it
+            await asyncio.wait((writing,))
+            raise
 
     async def survey(
         self, recipe: Callable[[str], str | None], wanted: Callable[[str], bool]
