@@ -42,7 +42,7 @@ from proxy.backends.live import Live, end
 from proxy.backends.logfeed import LogFollower
 from proxy.backends.process import EngineProcess, StopReport, process_status
 from proxy.backends.runrecord import RunRecord
-from proxy.backends.views import FleetObserver, Kind, ModelStatus
+from proxy.backends.views import FleetObserver, Kind, ModelStatus, Stage
 from proxy.backends.voice import Voice
 from proxy.clock import Clock
 from proxy.errors import ErrorCode, ProxyError
@@ -234,6 +234,7 @@ class ModelRunner:
             generation=self._life.generation,
             since=self._since,
             stage=progress.stage if progress else None,
+            waits_for=progress.waits_for if progress and progress.stage is Stage.MEMORY else "",
             pid=process.pid if process and process.code is None else None,
             port=running.port if running else progress.port if progress else None,
             info=running.info if running else None,

@@ -56,6 +56,8 @@ class FleetObserver(Protocol):
 class ModelStatus:
     """One model at this instant. `since` is the (monotonic) time of the last state change.
 
+    While loading: its `stage`, and what a load in stage `memory` waits for.
+
     While `failed`: `strikes` failures in a row, `retry_at` the (monotonic) time before which requests start nothing,
     `restart` whether it is tried then by itself.
     """
@@ -69,6 +71,7 @@ class ModelStatus:
     generation: int
     since: float
     stage: Stage | None = None
+    waits_for: str = ""
     pid: int | None = None
     port: int | None = None
     info: EngineInfo | None = None

@@ -498,7 +498,7 @@ async def test_reconcile_finds_what_does_not_fit_and_drops_nobody(worlds, engine
     await fleet.start()
     assert (await fleet.reconcile("m")).clean
     await fleet.load("m")
-    running = world.client("running", n_predict=1500)
+    running = world.client("running", n_predict=600)
     await eventually(lambda: running.sink.parts)
     report = await fleet.reconcile("m")
     assert report.clean and set(report.checked) == {"books", "processes", "records", "sockets", "slots"}, (
@@ -527,7 +527,6 @@ async def test_reconcile_finds_what_does_not_fit_and_drops_nobody(worlds, engine
     }, report
     assert world.value("mirror_mismatch_total", model="m") == 1
     await eventually(lambda: len(fleet._runner("m")._live.mirror.latest.slots) == 4)
-    assert not running.task.done() or running.outcome == "completed"
-    await asyncio.wait_for(running.task, 60)
+    await asyncio.wait_for(running.task, 200)
     assert running.outcome == "completed"
     assert alive(status.pid)
