@@ -268,6 +268,7 @@ class Model(Frozen):
     ttl_s: OptionalSeconds = None
     wedge_after_s: OptionalSeconds = 300.0
     preload: bool = False
+    slot_cache: bool = False
     phase_policy: Policy | None = None
     phase_yield_ms: Annotated[int, Field(ge=0, le=3_600_000)] | None = None
     phase_admit_ms: Annotated[int, Field(ge=0, le=60_000)] | None = None

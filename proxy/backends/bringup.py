@@ -22,6 +22,7 @@ from proxy.backends.process import EngineProcess, describe_exit
 from proxy.backends.room import Room
 from proxy.backends.runrecord import TOKEN_VARIABLE, RunRecord, recipe_of
 from proxy.backends.runs import RunStore
+from proxy.backends.slotcache import SlotCache
 from proxy.backends.views import EngineResolver, Stage, Verify
 from proxy.errors import ErrorCode, ProxyError
 from proxy.settings import Engine, Model
@@ -54,6 +55,7 @@ class Recipe:
     runs: RunStore = field(default_factory=lambda: RunStore(StateDir.open(None)))
     feed: LogFeed = field(default_factory=LogFeed)
     room: Room | None = None
+    slots: SlotCache | None = None
     inherited: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     cores: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
 
@@ -152,6 +154,7 @@ async def _run(recipe: Recipe, engine: EngineBinary | None, progress: Progress) 
             key=key,
             cores=recipe.cores,
             inherited=recipe.inherited,
+            slots=recipe.slots.folder() if recipe.slots else None,
         )
         command = replace(command, env={**command.env, TOKEN_VARIABLE: run.token})
         tail = LogTail(secret=key, feed=recipe.feed)
@@ -173,6 +176,8 @@ async def _run(recipe: Recipe, engine: EngineBinary | None, progress: Progress) 
             identity = await or_exit(recipe, process, recipe.verify(process.pid, engine.dir))
         progress.stage = Stage.PROBING
         info = await or_exit(recipe, process, ask_props(recipe, client))
+        if recipe.slots is not None:
+            await or_exit(recipe, process, recipe.slots.restore(client, info))
         run = await runs.ready(run, port=port, build=info.build)
         return Running(client, info, process, port, identity, run)
     except BaseException:

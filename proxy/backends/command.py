@@ -91,11 +91,12 @@ def build(
     key: str,
     cores: int,
     inherited: Mapping[str, str],
+    slots: Path | None = None,
 ) -> Command:
     """Return the command of a `path` or `cmd` model.
 
     `port` is the port to listen on (0: the engine takes a free one); `cores` are the CPUs this machine
-    gives us; `engine` may only be None for a `cmd` without `${ENGINE}`. Raises `ConfigError` naming field and flag.
+    gives us; `engine` may only be None for a `cmd` without `${ENGINE}`; `slots` is the folder for saved slots. Raises `ConfigError` naming field and flag.
     """
     check(name, model, defaults)
     env = {k: v for k, v in inherited.items() if k != KEY_VARIABLE and not k.startswith(_NOT_INHERITED)}
@@ -112,6 +113,8 @@ def build(
     user = (*defaults.args, *model.args)
     argv = [str(engine.path), "-m", str(model.path), "--host", HOST, "--port", str(port)]
     argv += _defaults(name, user, env, cores)
+    if slots is not None and not _said(user, env, ("--slot-save-path",), "LLAMA_ARG_SLOT_SAVE_PATH"):
+        argv += ["--slot-save-path", str(slots)]
     if engine.patched:
         argv += _phase(user, env, model, defaults)
     return Command((*argv, *user), env | {KEY_VARIABLE: key}, model.cwd)

@@ -23,8 +23,9 @@ from proxy.backends.reconcile import ReconcileReport
 from proxy.backends.reconciler import reconcile
 from proxy.backends.room import Room
 from proxy.backends.runner import ModelRunner
-from proxy.backends.runrecord import Fate
+from proxy.backends.runrecord import Fate, recipe_of
 from proxy.backends.runs import RunStore
+from proxy.backends.slotcache import SlotCache
 from proxy.backends.unloads import Unloads
 from proxy.backends.views import (
     EngineResolver,
@@ -107,14 +108,18 @@ class Fleet:
             finished=lambda job: (found := self.jobs.get(job)) is None or found.ended,
         )
         for name in catalog.ids():
+            model = catalog.model(name)
             recipe = Recipe(
                 name,
-                catalog.model(name),
+                model,
                 settings.engine,
                 engine_resolver,
                 verify,
                 runs=self._runs,
                 room=self._room,
+                slots=SlotCache(self._state, name, recipe_of(model, settings.engine))
+                if model.slot_cache and model.path is not None
+                else None,
             )
             self._runners[name] = ModelRunner(recipe, metrics=metrics, clock=clock, observer=told)
         self._room.open(self._runners)

@@ -125,6 +125,13 @@ class ModelRunner:
         stopper = self._stopper
         return _report(None if stopper is None or stopper.done() else stopper)
 
+    async def save_slots(self) -> int:
+        """Save what the ready backend's slots hold, where the model wants that and nothing runs; return the tokens."""
+        live, cache = self._live, self._recipe.slots
+        if live is None or cache is None or self.key != live.key or self.exchanges:
+            return 0
+        return await cache.save(live.running.client, live.running.info)
+
     def set_admin(self, admin: AdminState, reason: str) -> None:
         """Change the administrative axis."""
         self._post(AdminSet(admin, reason))

@@ -103,6 +103,9 @@ class Unloads:
                 cut = await self._drained(model, deadline_s, job)
                 report = None
                 if job.kind is JobKind.UNLOAD:
+                    if not cut:
+                        self._desk.advance(job.id, Progress("saving", requests_left=0))
+                        await self._runner(model).save_slots()
                     self._desk.advance(job.id, Progress("stopping", requests_left=0))
                     report = await self._stopped(model, job.cause, reason)
                 if after is not None:

@@ -530,3 +530,33 @@ async def test_reconcile_finds_what_does_not_fit_and_drops_nobody(worlds, engine
     await asyncio.wait_for(running.task, 200)
     assert running.outcome == "completed"
     assert alive(status.pid)
+
+
+async def test_what_slots_hold_survives_an_unload(worlds, engine_binary, mid_model, tmp_path):
+    """Saved after the drain and restored at the next load: the same prompt is not read again. A force keeps nothing."""
+    import orjson
+
+    world = worlds(
+        {"m": {"path": mid_model, "slot_cache": True}}, engine_binary, state=StateDir.open(tmp_path)
+    )
+    fleet = world.fleet
+
+    async def ask():
+        request = completion(4, stream=False, prompt="the mill by the river " * 60)
+        exchange = await fleet.upstream(fleet.key("m")).open(request)
+        body = orjson.loads(await exchange.read(1 << 20))
+        exchange.close()
+        return body["timings"]["cache_n"], body["content"]
+
+    await fleet.load("m")
+    cold, text = await ask()
+    assert cold == 0
+    job = fleet.begin_unload("m", deadline_s=10)
+    assert (await fleet.jobs.wait(job.id, 60)).state is JobState.DONE
+    await fleet.load("m")
+    warm, again = await ask()
+    assert warm > 200 and again == text
+    assert not list((tmp_path / "slots").glob("*/*")) and not list((tmp_path / "slots").glob("*.json"))
+    await fleet.force("m")
+    await fleet.load("m")
+    assert (await ask())[0] == 0
