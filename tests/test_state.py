@@ -113,6 +113,14 @@ assert state.write("y.json", 1) == ""
     assert done.stderr.count("state is not kept") <= 1
 
 
+@pytest.mark.parametrize("folder", ["/proc/llama-proxy", "/sys/llama-proxy"])
+def test_a_file_system_that_takes_nothing_is_a_problem(folder):
+    """Whoever runs the proxy, root included."""
+    state = StateDir.open(Path(folder))
+    assert not state.kept and folder in state.problem and "server.state_dir" in state.problem
+    assert state.write("gates.json", {}) == state.problem and state.read("gates.json", dict) is None
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_a_read_only_folder_is_a_problem(tmp_path):
     tmp_path.chmod(0o500)

@@ -76,11 +76,10 @@ class FileFollower:
         self._path = path
         self._tail = tail
         self._limit = limit_bytes
+        self._at = 0
         with contextlib.suppress(OSError):
             self._at = max(0, path.stat().st_size - DEFAULT_BYTES)
         self._task: asyncio.Task[None] | None = None
-
-    _at: int = 0
 
     def start(self) -> None:
         """Begin following."""

@@ -63,7 +63,10 @@ class ModelRunner:
         self._recipe = recipe
         self._model = recipe.model
         self._metrics = metrics
-        for failures in (metrics.crashes, metrics.identity_mismatch, metrics.wedges, metrics.restarts):
+        for failures in (
+            *(metrics.crashes, metrics.wedges, metrics.restarts, metrics.identity_mismatch),
+            metrics.forced_cancels,
+        ):
             failures.labels(recipe.name)  # from 0: a series that appears with its first event hides it
         self._clock = clock
         self._voice = Voice(recipe.name, metrics=metrics, observer=observer)

@@ -33,6 +33,8 @@ from proxy.types import AdminState, Audit, Cause
 LOOK_S: Final = 0.05
 FORCE_MARGIN_S: Final = 1.9
 """What a force-unload may take beyond its grace before it answers with what is left."""
+CLOSE_S: Final = 1.0
+"""What a force-unload may take to answer after the fleet has stopped everything."""
 SETTLE_S: Final = 0.1
 """The least time given to requests that were told to end before the books are looked at."""
 
@@ -64,12 +66,18 @@ class Unloads:
         self._blocked: set[str] = set()
 
     async def close(self) -> None:
-        """End the jobs under way: the models are stopped by somebody else."""
-        tasks = set(self._tasks.values())
-        for task in tasks:
-            task.cancel()
+        """End the jobs under way: the models are stopped by somebody else. A force-unload may still answer."""
+        tasks = dict(self._tasks)
+        for job_id, task in tasks.items():
+            job = self._desk.get(job_id)
+            if job is None or job.kind is not JobKind.FORCE:
+                task.cancel()
         if tasks:
-            await asyncio.wait(tasks)
+            _, late = await asyncio.wait(tasks.values(), timeout=CLOSE_S)
+            for task in late:
+                task.cancel()
+            if late:
+                await asyncio.wait(late)
 
     # -- drain and unload -------------------------------------------------------------------------------
 
@@ -108,6 +116,7 @@ class Unloads:
                         await self._runner(model).save_slots()
                     self._desk.advance(job.id, Progress("stopping", requests_left=0))
                     report = await self._stopped(model, job.cause, reason)
+                    self._metrics.unload_seconds.labels(model, "false").observe(report.seconds)
                 if after is not None:
                     self._gates.set(model, after)
             problem = await self._gates.save() if after is not None else ""
