@@ -19,10 +19,11 @@ LEAVES = {
     "config",
     "upstream",
 }
-SUBJECTS = {"admission", "backends", "engine"}
+SUBJECTS = {"admission", "backends", "engine", "bench"}
 LAYER_OF = {
     **dict.fromkeys(LEAVES, 1),
     **dict.fromkeys(SUBJECTS, 2),
+    "observe": 3,
     "http": 3,
     "app": 4,
     "cli": 5,
@@ -58,6 +59,17 @@ PURE = {
         "backends.words",
     ),
     "backends.reconcile",
+    "backends.phases",
+    *(
+        "observe.records",
+        "observe.target",
+        "observe.clocks",
+        "observe.tally",
+        "observe.tasks",
+        "observe.frames",
+    ),
+    *("observe.account", "observe.summary"),
+    *("bench.matrix", "bench.evidence", "bench.stats", "bench.summary", "bench.plots", "bench.svg"),
 }
 IMPURE_IMPORTS = {"asyncio", "socket", "subprocess", "time", "logging", "threading", "aiohttp", "os"}
 
@@ -115,6 +127,18 @@ def test_http_does_not_know_backends(name: str, file: Path) -> None:
     """Only the composition root knows both admission and backends."""
     if name.split(".")[0] == "http":
         assert not {i for i in imports(file) if i.startswith(("proxy.backends", "proxy.engine"))}
+
+
+@pytest.mark.parametrize(("name", "file"), MODULES, ids=[name for name, _ in MODULES])
+def test_observation_knows_only_how_to_ask(name: str, file: Path) -> None:
+    """The observer reuses the client, the probes and their pure parsers, and none of what runs engines."""
+    if name.split(".")[0] == "observe":
+        used = {".".join(i.split(".")[:3]) for i in imports(file) if i.startswith("proxy.")}
+        asked = {"proxy.backends.client", "proxy.backends.probes"}
+        pure = {"proxy.backends.slots", "proxy.backends.phases"}
+        mine = {i for i in used if i.startswith("proxy.observe")}
+        leaves = {i for i in used if i.split(".")[1] in LEAVES}
+        assert used - mine - leaves - {"proxy.__version__"} <= asked | pure
 
 
 @pytest.mark.parametrize(("name", "file"), MODULES, ids=[name for name, _ in MODULES])
