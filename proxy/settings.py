@@ -216,6 +216,19 @@ class Admission(Frozen):
     )
 
 
+class Memory(Frozen):
+    """How much memory all models together may take, and how they make room for each other.
+
+    `ram_bytes` null is the machine's; `vram_bytes` null does not limit. A model stays for at least
+    `min_residency_s`; a load that found no idle model to replace drains a busy one after `swap_patience_s`.
+    """
+
+    ram_bytes: OptionalCount = None
+    vram_bytes: OptionalCount = None
+    min_residency_s: Seconds = 60.0
+    swap_patience_s: Seconds = 120.0
+
+
 class Budgets(Frozen):
     """Time limits of one request or load, each off with 0."""
 
@@ -226,10 +239,25 @@ class Budgets(Frozen):
 
 
 class Stop(Frozen):
-    """How a process is stopped: `drain_s` for running requests, `grace_s` between TERM and KILL."""
+    """How a model is stopped: `drain_s` for running requests, `grace_s` between TERM and KILL.
+
+    `new_requests` says what becomes of requests that come while it drains.
+    """
 
     drain_s: Seconds = 30.0
     grace_s: Seconds = 10.0
+    new_requests: Literal["hold", "reject"] = "hold"
+
+
+class Restart(Frozen):
+    """Starting again after a crash or a wedge: at once, then `first_s`, doubled up to `max_s`.
+
+    A backend that served for `stable_s` starts over. `first_s` 0: nothing is started again by itself.
+    """
+
+    first_s: Seconds = 1.0
+    max_s: Seconds = 60.0
+    stable_s: Seconds = 300.0
 
 
 class Model(Frozen):
@@ -249,7 +277,9 @@ class Model(Frozen):
     vram_bytes: OptionalCount = None
     ram_bytes: OptionalCount = None
     ttl_s: OptionalSeconds = None
+    wedge_after_s: OptionalSeconds = 300.0
     preload: bool = False
+    slot_cache: bool = False
     phase_policy: Policy | None = None
     phase_yield_ms: Annotated[int, Field(ge=0, le=3_600_000)] | None = None
     phase_admit_ms: Annotated[int, Field(ge=0, le=60_000)] | None = None
@@ -259,6 +289,7 @@ class Model(Frozen):
     max_tokens_cap: OptionalCount = None
     budgets: Budgets = Budgets()
     stop: Stop = Stop()
+    restart: Restart = Restart()
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
@@ -284,6 +315,7 @@ class Settings(BaseSettings):
     server: Server = Server()
     engine: Engine = Engine()
     admission: Admission = Admission()
+    memory: Memory = Memory()
     models_dir: UserPath | None = None
     models: Mapping[ModelId, Model] = Field(default_factory=dict)
 

@@ -7,6 +7,7 @@ unless a name ends in another unit.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Final
 
 
 class ModelState(StrEnum):
@@ -118,6 +119,18 @@ class Dialect(StrEnum):
     OPENAI = "openai"
     RESPONSES = "responses"
     ANTHROPIC = "anthropic"
+
+
+@dataclass(frozen=True, slots=True)
+class Audit:
+    """Who asked for an operator's action: the display name of a key, and the address it came from."""
+
+    key: str = ""
+    address: str = ""
+
+
+NOBODY: Final = Audit()
+"""Nobody asked: a timer, a crash, a request did."""
 
 
 @dataclass(frozen=True, slots=True)

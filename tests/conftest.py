@@ -1,9 +1,12 @@
 """Fixtures shared by all suites: engines, models, where they come from and why a test skips."""
 
+import atexit
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +17,10 @@ for _number in (signal.SIGINT, signal.SIGHUP):
         # nohup and background jobs ignore these and hand that on to every child; a handler of our own is
         # not handed on, so programs under test can be interrupted while this run still cannot
         signal.signal(_number, lambda *_: None)
+
+# gates, leases and run records of proxies under test are nobody's but theirs
+os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="llama-proxy-state-")
+atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
 
 ROOT = Path(__file__).resolve().parent.parent
 ZOO_SCRIPT = ROOT / "native-patch" / "tests" / "zoo" / "make_models.py"

@@ -15,6 +15,7 @@ PACKAGE = ROOT / "proxy"
 
 LEAVES = {
     *("types", "errors", "settings", "metrics", "logs", "clock", "headers", "sse", "timeline", "catalog"),
+    "state",
     "config",
     "upstream",
 }
@@ -48,7 +49,17 @@ THIRD_PARTY_ROOMS = {
 PURE = {
     *("types", "errors", "headers", "sse", "catalog"),
     *("admission.core", "admission.cost", "admission.ledger", "admission.model", "admission.order"),
-    *("backends.lifecycle", "backends.command", "backends.slots", "backends.phases"),
+    *("backends.lifecycle", "backends.command", "backends.slots", "backends.backoff", "backends.watchdog"),
+    *(
+        "backends.jobs",
+        "backends.gates",
+        "backends.leases",
+        "backends.memory",
+        "backends.runrecord",
+        "backends.words",
+    ),
+    "backends.reconcile",
+    "backends.phases",
     *(
         "observe.records",
         "observe.target",

@@ -44,15 +44,17 @@ def test_the_example_names_every_field() -> None:
         "server": raw["server"],
         "engine": raw["engine"],
         "admission": raw["admission"],
+        "memory": raw["memory"],
         "models.*": {key for model in raw["models"].values() for key in model},
         "budgets": raw["models"]["qwen-27b"]["budgets"],
         "stop": raw["models"]["qwen-27b"]["stop"],
+        "restart": raw["models"]["qwen-27b"]["restart"],
         "api_keys": raw["server"]["api_keys"][0],
     }
     definitions = json_schema()["$defs"]
     names = {
-        "server": "Server", "engine": "Engine", "admission": "Admission", "models.*": "Model",
-        "budgets": "Budgets", "stop": "Stop", "api_keys": "ApiKey",
+        "server": "Server", "engine": "Engine", "admission": "Admission", "memory": "Memory", "models.*": "Model",
+        "budgets": "Budgets", "stop": "Stop", "restart": "Restart", "api_keys": "ApiKey",
     }  # fmt: skip
     for section, name in names.items():
         missing = set(definitions[name]["properties"]) - set(sections[section])

@@ -9,18 +9,24 @@ import re
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, TypeVar
 
 from proxy.backends import probes
 from proxy.backends.client import EngineClient, ProbeError
 from proxy.backends.command import HOST, EngineBinary, build, needs_engine
 from proxy.backends.listening import Owner, Reservation, own_port, owner
+from proxy.backends.logfeed import LogFeed
 from proxy.backends.logtail import LogTail
 from proxy.backends.process import EngineProcess, describe_exit
+from proxy.backends.room import Room
+from proxy.backends.runrecord import TOKEN_VARIABLE, RunRecord, recipe_of
+from proxy.backends.runs import RunStore
+from proxy.backends.slotcache import SlotCache
 from proxy.backends.views import EngineResolver, Stage, Verify
 from proxy.errors import ErrorCode, ProxyError
 from proxy.settings import Engine, Model
+from proxy.state import StateDir
 from proxy.types import EngineInfo
 
 _T = TypeVar("_T")
@@ -46,19 +52,34 @@ class Recipe:
     defaults: Engine
     resolve: EngineResolver
     verify: Verify | None = None
+    runs: RunStore = field(default_factory=lambda: RunStore(StateDir.open(None)))
+    feed: LogFeed = field(default_factory=LogFeed)
+    room: Room | None = None
+    slots: SlotCache | None = None
     inherited: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     cores: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
+
+    @property
+    def keep(self) -> bool:
+        """Whether the process may outlive the proxy: wanted, and there is a place to remember it."""
+        return self.model.on_proxy_exit == "keep" and self.runs.kept
+
+    @property
+    def fingerprint(self) -> str:
+        """Tells whether the configuration that shapes the process is still the same."""
+        return recipe_of(self.model, self.defaults)
 
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """A backend that answers. `process` is None for a remote one."""
+    """A backend that answers. `process` and `run` are None for a remote one."""
 
     client: EngineClient
     info: EngineInfo
     process: EngineProcess | None = None
     port: int | None = None
     identity: str = ""
+    run: RunRecord | None = None
 
 
 @dataclass(slots=True)
@@ -69,6 +90,11 @@ class Progress:
     process: EngineProcess | None = None
     port: int | None = None
     on_started: Callable[[], None] = lambda: None
+    waits_for: str = ""
+
+    def waiting(self, words: str) -> None:
+        """Note what the load waits for before anything is started."""
+        self.stage, self.waits_for = Stage.MEMORY, words
 
     def started(self, process: EngineProcess | None) -> None:
         """Note that the process runs (tells the state machine once)."""
@@ -100,7 +126,7 @@ async def _reach(recipe: Recipe, url: str, progress: Progress) -> Running:
         progress.started(None)
         await _until_reached(recipe, url, client)
         progress.stage = Stage.PROBING
-        return Running(client, await _props(recipe, client))
+        return Running(client, await ask_props(recipe, client))
     except BaseException:
         await client.close()
         raise
@@ -114,6 +140,10 @@ async def _run(recipe: Recipe, engine: EngineBinary | None, progress: Progress) 
     reservation = Reservation() if is_cmd else None
     process: EngineProcess | None = None
     client: EngineClient | None = None
+    runs, keep = recipe.runs, recipe.runs.output(recipe.name) if recipe.keep else None
+    run = await runs.intend(
+        recipe.name, keep=keep is not None, recipe=recipe.fingerprint, api_key=key, output=keep
+    )
     try:
         command = build(
             recipe.name,
@@ -124,31 +154,37 @@ async def _run(recipe: Recipe, engine: EngineBinary | None, progress: Progress) 
             key=key,
             cores=recipe.cores,
             inherited=recipe.inherited,
+            slots=recipe.slots.folder() if recipe.slots else None,
         )
-        tail = LogTail(secret=key)
+        command = replace(command, env={**command.env, TOKEN_VARIABLE: run.token})
+        tail = LogTail(secret=key, feed=recipe.feed)
         try:
-            process = await EngineProcess.start(command, watch=is_cmd, tail=tail)
+            process = await EngineProcess.start(command, watch=is_cmd, tail=tail, keep=keep)
         except OSError as error:
-            raise _failed(recipe, f"cannot start {command.argv[0]}: {error.strerror}") from None
+            raise failed(recipe, f"cannot start {command.argv[0]}: {error.strerror}") from None
         progress.started(process)
-        port = await _or_exit(recipe, process, _port(process, reservation))
+        run = await runs.started(run, process.pid)
+        port = await or_exit(recipe, process, _port(process, reservation))
         progress.port = port
         client = EngineClient(f"http://{HOST}:{port}", key)
-        await _or_exit(recipe, process, _until_healthy(client))
+        await or_exit(recipe, process, until_healthy(client))
         if is_cmd:
             _not_a_stranger(port, process)
         identity = ""
         if recipe.verify is not None and engine is not None and engine.dir is not None and not is_cmd:
             progress.stage = Stage.VERIFYING
-            identity = await _or_exit(recipe, process, recipe.verify(process.pid, engine.dir))
+            identity = await or_exit(recipe, process, recipe.verify(process.pid, engine.dir))
         progress.stage = Stage.PROBING
-        info = await _or_exit(recipe, process, _props(recipe, client))
-        return Running(client, info, process, port, identity)
+        info = await or_exit(recipe, process, ask_props(recipe, client))
+        if recipe.slots is not None:
+            await or_exit(recipe, process, recipe.slots.restore(client, info))
+        run = await runs.ready(run, port=port, build=info.build)
+        return Running(client, info, process, port, identity, run)
     except BaseException:
         if client is not None:
             await client.close()
-        if process is not None:
-            await process.kill()
+        if process is None or not (await process.kill()).left:
+            runs.forget(run)
         raise
     finally:
         if reservation is not None:
@@ -160,7 +196,7 @@ def _not_a_stranger(port: int, process: EngineProcess) -> None:
         raise _PortTaken
 
 
-async def _or_exit(recipe: Recipe, process: EngineProcess, work: Awaitable[_T]) -> _T:
+async def or_exit(recipe: Recipe, process: EngineProcess, work: Awaitable[_T]) -> _T:
     """Await `work`, unless the process ends first: then fail with its own words."""
     name = f"load:{recipe.name}:{process.pid}"
     doing = asyncio.ensure_future(work)
@@ -171,7 +207,7 @@ async def _or_exit(recipe: Recipe, process: EngineProcess, work: Awaitable[_T]) 
             words = process.tail.words()
             if recipe.model.cmd is not None and _BIND_FAILED.search(words):
                 raise _PortTaken
-            raise _failed(
+            raise failed(
                 recipe, f"llama-server {describe_exit(ending.result())}: {words or 'without a word'}"
             )
         return doing.result()
@@ -212,19 +248,22 @@ async def _until_reached(recipe: Recipe, url: str, client: EngineClient) -> None
         delay = min(delay * 1.5, _SLOWEST_PROBE_S)
 
 
-async def _until_healthy(client: EngineClient) -> None:
+async def until_healthy(client: EngineClient) -> None:
+    """Wait until the engine says that it serves; give it a deadline."""
     delay = _FIRST_PROBE_S
     while await probes.health(client) is not probes.Health.OK:
         await asyncio.sleep(delay)
         delay = min(delay * 1.5, _SLOWEST_PROBE_S)
 
 
-async def _props(recipe: Recipe, client: EngineClient) -> EngineInfo:
+async def ask_props(recipe: Recipe, client: EngineClient) -> EngineInfo:
+    """Ask a healthy engine what it is. Raises `ProxyError`."""
     try:
         return await probes.props(client, _PROPS_TIMEOUT_S)
     except ProbeError as error:
-        raise _failed(recipe, f"the engine is healthy but {error}") from None
+        raise failed(recipe, f"the engine is healthy but {error}") from None
 
 
-def _failed(recipe: Recipe, what: str) -> ProxyError:
+def failed(recipe: Recipe, what: str) -> ProxyError:
+    """Return the error of a load that cannot be."""
     return ProxyError(ErrorCode.MODEL_LOAD_FAILED, f"model {recipe.name!r} could not be loaded: {what}")

@@ -130,6 +130,7 @@ class EngineClient:
         self._lanes: set[_Lane] = set()
         self._idle = asyncio.Event()
         self._idle.set()
+        self.quiet_since = monotonic()
         self._closed = ""
         self._session = aiohttp.ClientSession(
             connector=_Connector(),
@@ -233,6 +234,7 @@ class EngineClient:
             lane.abort()
         self._lanes.discard(lane)
         if not self._lanes:
+            self.quiet_since = monotonic()
             self._idle.set()
 
 

@@ -10,6 +10,7 @@ proxy's own environment that llama-server would read as arguments are not inheri
 its configuration says, whatever shell the proxy was started from.
 """
 
+import itertools
 import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,6 +24,8 @@ HOST: Final = "127.0.0.1"
 KEY_VARIABLE: Final = "LLAMA_API_KEY"
 DEFAULT_SLOTS: Final = 4
 DEFAULT_BATCH: Final = 512
+LLAMA_BATCH: Final = 2048
+"""What llama-server itself takes when nobody says."""
 
 _ENDPOINT = "the proxy chooses where the engine listens and which key it takes"
 _PATHS = "the proxy calls the engine's own paths over plain HTTP"
@@ -88,11 +91,12 @@ def build(
     key: str,
     cores: int,
     inherited: Mapping[str, str],
+    slots: Path | None = None,
 ) -> Command:
     """Return the command of a `path` or `cmd` model.
 
     `port` is the port to listen on (0: the engine takes a free one); `cores` are the CPUs this machine
-    gives us; `engine` may only be None for a `cmd` without `${ENGINE}`. Raises `ConfigError` naming field and flag.
+    gives us; `engine` may only be None for a `cmd` without `${ENGINE}`; `slots` is the folder for saved slots. Raises `ConfigError` naming field and flag.
     """
     check(name, model, defaults)
     env = {k: v for k, v in inherited.items() if k != KEY_VARIABLE and not k.startswith(_NOT_INHERITED)}
@@ -109,6 +113,8 @@ def build(
     user = (*defaults.args, *model.args)
     argv = [str(engine.path), "-m", str(model.path), "--host", HOST, "--port", str(port)]
     argv += _defaults(name, user, env, cores)
+    if slots is not None and not _said(user, env, ("--slot-save-path",), "LLAMA_ARG_SLOT_SAVE_PATH"):
+        argv += ["--slot-save-path", str(slots)]
     if engine.patched:
         argv += _phase(user, env, model, defaults)
     return Command((*argv, *user), env | {KEY_VARIABLE: key}, model.cwd)
@@ -138,6 +144,16 @@ def needs_engine(model: Model) -> bool:
     if model.cmd is None:
         return model.path is not None
     return any("ENGINE" in _macros(text) for text in (model.cmd, *model.env.values()))
+
+
+def batch_tokens(model: Model, defaults: Engine) -> int:
+    """Return the most tokens one decode call of this model takes (`-b`), as far as the configuration says it."""
+    args = (*defaults.args, *model.args)
+    found = DEFAULT_BATCH if model.cmd is None else LLAMA_BATCH
+    for flag, value in itertools.pairwise(args):
+        if _flag(flag) in ("-b", "--batch-size") and value.isdecimal():
+            found = int(value)
+    return max(1, found)
 
 
 def _check_cmd(name: str, model: Model) -> None:

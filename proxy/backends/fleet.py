@@ -1,23 +1,54 @@
-"""The fleet: every configured model's backend, behind one object. Knows nothing of requests or admission."""
+"""The fleet: every configured model's backend, and operators' control of them, behind one object.
+
+Knows nothing of how requests are queued: what it needs of them is the `Requests` port.
+"""
 
 import asyncio
 from collections.abc import Mapping
 from typing import Final
 
+from proxy import logs
 from proxy.backends.bringup import Recipe
+from proxy.backends.caretaker import Caretaker
 from proxy.backends.command import check
+from proxy.backends.desk import Desk
+from proxy.backends.gatekeeper import Gatekeeper
+from proxy.backends.gates import Gate, GateMode
+from proxy.backends.jobs import Job, JobKind
+from proxy.backends.leasing import Leasing
+from proxy.backends.loadjobs import LoadJobs
+from proxy.backends.logfeed import LogFollower
+from proxy.backends.ports import ControlEvent, Listener, NoRequests, Requests
+from proxy.backends.reconcile import ReconcileReport
+from proxy.backends.reconciler import reconcile
+from proxy.backends.room import Room
 from proxy.backends.runner import ModelRunner
-from proxy.backends.views import EngineResolver, FleetObserver, ModelStatus, UnloadReport, Verify
+from proxy.backends.runrecord import Fate, recipe_of
+from proxy.backends.runs import RunStore
+from proxy.backends.slotcache import SlotCache
+from proxy.backends.unloads import Unloads
+from proxy.backends.views import (
+    EngineResolver,
+    FleetObserver,
+    ModelStatus,
+    Then,
+    UnloadReport,
+    Verify,
+    WouldCut,
+)
+from proxy.backends.voice import Told
 from proxy.catalog import Catalog
 from proxy.clock import Clock, monotonic
 from proxy.errors import ErrorCode, ProxyError
 from proxy.metrics import Metrics
 from proxy.settings import ConfigError, Engine, Model, Settings
-from proxy.types import AdminState, BackendKey, Cause, EngineInfo, Snapshot
+from proxy.state import StateDir
+from proxy.types import NOBODY, Audit, BackendKey, Cause, EngineInfo, Snapshot
 from proxy.upstream import Upstream
 
 STOP_MARGIN_S: Final = 2.0
 """What a stop may take beyond its grace: letting go of requests, the KILL, the last words."""
+_log = logs.get("backends")
 
 
 def check_models(models: Mapping[str, Model], defaults: Engine) -> None:
@@ -25,13 +56,16 @@ def check_models(models: Mapping[str, Model], defaults: Engine) -> None:
     for name, model in models.items():
         if model.dns is not None:
             raise ConfigError(f"models.{name}.dns: backends by name are not supported yet; use url")
-        if model.on_proxy_exit == "keep":
-            raise ConfigError(f"models.{name}.on_proxy_exit: keep is not supported yet; use stop")
+        if model.on_proxy_exit == "keep" and model.url is not None:
+            raise ConfigError(f"models.{name}.on_proxy_exit: keep has no meaning with url; remove it")
         check(name, model, defaults)
 
 
 class Fleet:
-    """Loads, watches and stops backends. One event loop, one owner; `stop` leaves nothing behind."""
+    """Loads, watches and stops backends. One event loop, one owner; `stop` leaves nothing behind but kept engines.
+
+    `jobs`, `gates` and `leases` are the operators' side: read them freely, change them by the methods below.
+    """
 
     def __init__(
         self,
@@ -43,41 +77,143 @@ class Fleet:
         engine_resolver: EngineResolver,
         observer: FleetObserver,
         verify: Verify | None = None,
+        requests: Requests | None = None,
+        state: StateDir | None = None,
+        listener: Listener | None = None,
     ) -> None:
-        """Check the models; nothing runs yet. Raises `ConfigError`."""
+        """Check the models; nothing runs yet. Raises `ConfigError`.
+
+        Without `requests` only open exchanges are known, without `state` nothing survives. `listener` hears of every
+        job, gate and lease; the state folder is closed by `stop`.
+        """
         check_models(settings.models, settings.engine)
+        self._catalog, self._observer, self._metrics = catalog, observer, metrics
+        self._stopping = False
+        self._state = state or StateDir.open(None)
+        self._runs = RunStore(self._state)
+        self._requests = requests or NoRequests()
+        self._listener = listener
+        self.jobs: Final = Desk(clock, self._tell)
+        self._loads = LoadJobs(self.jobs, self._runner, catalog.model)
+        told = Told(observer, self._loads)
         self._runners: dict[str, ModelRunner] = {}
+        self._room = Room(
+            settings.memory,
+            settings.models,
+            settings.engine,
+            state=self._state,
+            clock=clock,
+            wanted=self._wanted,
+            evict=self._evict,
+            finished=lambda job: (found := self.jobs.get(job)) is None or found.ended,
+        )
         for name in catalog.ids():
             model = catalog.model(name)
-            recipe = Recipe(name, model, settings.engine, engine_resolver, verify)
-            self._runners[name] = ModelRunner(recipe, metrics=metrics, clock=clock, observer=observer)
-        self._preload = tuple(name for name in catalog.ids() if catalog.model(name).preload)
-        self._grace_s = {name: catalog.model(name).stop.grace_s for name in catalog.ids()}
-        self._observer = observer
-        self._stopping = False
+            recipe = Recipe(
+                name,
+                model,
+                settings.engine,
+                engine_resolver,
+                verify,
+                runs=self._runs,
+                room=self._room,
+                slots=SlotCache(self._state, name, recipe_of(model, settings.engine))
+                if model.slot_cache and model.path is not None
+                else None,
+            )
+            self._runners[name] = ModelRunner(recipe, metrics=metrics, clock=clock, observer=told)
+        self._room.open(self._runners)
+        self.gates: Final = Gatekeeper(
+            catalog.ids(),
+            state=self._state,
+            requests=self._requests,
+            apply=lambda model, gate: self._runner(model).set_admin(gate.state, gate.reason),
+            metrics=metrics,
+            tell=self._tell,
+        )
+        self.leases: Final = Leasing(self._state, clock, metrics, self._tell)
+        self._unloads = Unloads(
+            runner=self._runner,
+            model=catalog.model,
+            gates=self.gates,
+            requests=self._requests,
+            desk=self.jobs,
+            metrics=metrics,
+            clock=clock,
+        )
+        ttl_s = {name: ttl for name in catalog.ids() if (ttl := catalog.model(name).ttl_s) is not None}
+        self._caretaker = Caretaker(
+            self._runners,
+            ttl_s,
+            leasing=self.leases,
+            wanted=self._wanted,
+            unload=lambda name: self.begin_unload(name, cause=Cause.TTL),
+            clock=clock,
+        )
+
+    # -- the life of the fleet --------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Begin loading the models marked `preload`; returns at once."""
-        for name in self._preload:
-            self.request_load(name, Cause.OPERATOR)
+        """Restore gates and leases, take over or end what an earlier proxy left, begin loading `preload` models."""
+        self.gates.restore()
+        self.leases.restore()
+        await self._take_stock()
+        for name in self._catalog.ids():
+            model = self._catalog.model(name)
+            if model.on_proxy_exit == "keep" and not self._runs.kept:
+                why = self._state.problem or "no state folder is in use"
+                _log.warning("an engine cannot be kept and will stop with the proxy", model=name, problem=why)
+            if model.preload:
+                self.request_load(name, Cause.OPERATOR)
+        self._caretaker.start()
+
+    async def _take_stock(self) -> None:
+        """Bring what earlier proxies recorded in line with what runs; leaves strangers alone."""
+
+        def recipe(model: str) -> str | None:
+            return self._runners[model].fingerprint if model in self._runners else None
+
+        def wanted(model: str) -> bool:
+            return model in self._runners and self._catalog.model(model).on_proxy_exit == "keep"
+
+        taken: set[str] = set()
+        reaping = []
+        for record, verdict in await self._runs.survey(recipe, wanted):
+            if verdict.fate is Fate.ADOPT and record.model not in taken:
+                taken.add(record.model)
+                self._runners[record.model].adopt(record)
+            else:
+                reaping.append(self._runs.reap(record, verdict.reap))
+        await asyncio.gather(*reaping)
 
     async def stop(self, deadline_s: float) -> None:
-        """Stop every backend at once, TERM grace cut to the deadline; no further load is possible."""
+        """Stop every backend at once, TERM grace cut to the deadline; no further load is possible.
+
+        Ready engines of models with `on_proxy_exit: keep` are let go of and run on.
+        """
         self._stopping = True
+        await self._caretaker.stop()
         grace_s = max(0.0, deadline_s - STOP_MARGIN_S)
         await asyncio.gather(
             *(
-                runner.unload(
-                    deadline_s=0, force=True, cause=Cause.SHUTDOWN, grace_s=min(grace_s, self._grace_s[name])
-                )
+                runner.ask_stop(Cause.SHUTDOWN, min(grace_s, self._catalog.model(name).stop.grace_s))
                 for name, runner in self._runners.items()
             )
         )
+        await self._unloads.close()
         for runner in self._runners.values():
             await runner.close()
+        await self._loads.close()
+        await asyncio.to_thread(self._room.save)
+        self._state.close()
+
+    # -- loads ------------------------------------------------------------------------------------------
 
     def request_load(self, model: str, cause: Cause = Cause.REQUEST) -> None:
-        """Make sure the model is loaded or being loaded; the observer hears how it ends. Idempotent."""
+        """Make sure the model is loaded or being loaded; the observer hears how it ends. Idempotent.
+
+        After a crash it joins the planned restart; after failed attempts of requests' own it may come too soon.
+        """
         runner = self._runner(model)
         if self._stopping:
             error = ProxyError(ErrorCode.SHUTTING_DOWN, "the proxy is shutting down")
@@ -92,24 +228,123 @@ class Fleet:
             raise ProxyError(ErrorCode.SHUTTING_DOWN, "the proxy is shutting down")
         return await asyncio.shield(runner.ask(cause))
 
+    def begin_load(self, model: str, audit: Audit = NOBODY, cause: Cause = Cause.OPERATOR) -> Job:
+        """Load as a job: the one under way, or an ended one where the model is ready or the load is refused."""
+        self._runner(model)
+        if self._stopping:
+            raise ProxyError(ErrorCode.SHUTTING_DOWN, "the proxy is shutting down")
+        return self._loads.begin(model, cause, audit)
+
+    # -- unloads ----------------------------------------------------------------------------------------
+
     async def unload(
         self, model: str, *, deadline_s: float = 0.0, force: bool = False, cause: Cause = Cause.OPERATOR
     ) -> UnloadReport:
-        """Stop a model's backend and wait until it is gone.
+        """Stop a model's backend and wait until it is gone, without a job.
 
-        Not forced: new loads are refused while exchanges finish, at most `deadline_s`. Forced: the generation
-        is bumped before this first awaits, so that nothing more can start on the old one. In both cases the
-        observer hears `on_down`, sockets are closed, and the process group is ended within the model's
-        `stop.grace_s` + 2 s. A model that is not loaded is a success; twice at once is one.
+        Not forced: the model drains while requests finish, at most `deadline_s`. Forced: the generation is bumped
+        before this first awaits, so that nothing more can start on the old one. In both cases the observer hears
+        `on_down`, sockets are closed, and the process group is ended within the model's `stop.grace_s` + 2 s. A model
+        that is not loaded is a success; twice at once is one.
         """
-        runner = self._runner(model)
-        return await runner.unload(
-            deadline_s=deadline_s, force=force, cause=cause, grace_s=self._grace_s[model]
+        self._runner(model)
+        return await self._unloads.unload(model, deadline_s=deadline_s, force=force, cause=cause)
+
+    def begin_unload(
+        self,
+        model: str,
+        *,
+        deadline_s: float | None = None,
+        then: Then = Then.OPEN,
+        reason: str = "",
+        mode: GateMode | None = None,
+        audit: Audit = NOBODY,
+        cause: Cause = Cause.OPERATOR,
+    ) -> Job:
+        """Drain and stop as a job: running requests finish until `deadline_s` (default: the model's `stop.drain_s`).
+
+        Requests that come meanwhile wait or are refused (`mode`, default: the model's `stop.new_requests`). The job's
+        `cut` names those that still ran at the deadline. `then` block leaves the gate blocked.
+        """
+        return self._begin(JobKind.UNLOAD, model, deadline_s, then, reason, mode, audit, cause)
+
+    def begin_drain(
+        self,
+        model: str,
+        *,
+        deadline_s: float | None = None,
+        then: Then = Then.BLOCK,
+        reason: str = "",
+        mode: GateMode | None = None,
+        audit: Audit = NOBODY,
+    ) -> Job:
+        """Drain as a job without stopping the engine. `cut` names those that still run at the deadline: they go on."""
+        return self._begin(JobKind.DRAIN, model, deadline_s, then, reason, mode, audit, Cause.OPERATOR)
+
+    def _begin(
+        self,
+        kind: JobKind,
+        model: str,
+        deadline_s: float | None,
+        then: Then,
+        reason: str,
+        mode: GateMode | None,
+        audit: Audit,
+        cause: Cause,
+    ) -> Job:
+        self._runner(model)
+        stop = self._catalog.model(model).stop
+        return self._unloads.begin(
+            model,
+            kind=kind,
+            deadline_s=stop.drain_s if deadline_s is None else deadline_s,
+            cause=cause,
+            audit=audit,
+            then=then,
+            reason=reason,
+            mode=mode or stop.new_requests,
         )
 
-    def set_admin(self, model: str, admin: AdminState, reason: str = "") -> None:
-        """Set the administrative axis: anything but `enabled` refuses loads by requests."""
-        self._runner(model).set_admin(admin, reason)
+    async def force(
+        self,
+        model: str,
+        *,
+        then: Then = Then.OPEN,
+        reason: str = "",
+        mode: GateMode = "hold",
+        audit: Audit = NOBODY,
+    ) -> UnloadReport:
+        """End every request of a model and its process; answers within `stop.grace_s` + 2 s whatever the engine does.
+
+        Works while the model loads, drains, is wedged or dead; one that is not loaded is a success. Twice at once is
+        one. `then` block leaves the gate blocked with `reason` and `mode`; open opens it, whatever it was.
+        """
+        self._runner(model)
+        return await self._unloads.force(model, then=then, reason=reason, mode=mode, audit=audit)
+
+    def would_cut(self, model: str) -> WouldCut:
+        """Return what `force` would end, changing nothing (dry run)."""
+        runner, live = self._runner(model), self._requests.live(model)
+        status = runner.status()
+        return WouldCut(model, status.state, status.pid, live.waiting, live.running, runner.exchanges)
+
+    async def reconcile(self, model: str) -> ReconcileReport:
+        """Compare a model's books, processes, records, sockets and slots; repair what is safe; touch no live request."""
+        return await reconcile(self._runner(model), self._runs, self._requests, self._metrics)
+
+    # -- gates ------------------------------------------------------------------------------------------
+
+    async def set_gate(self, model: str | None, gate: Gate) -> str:
+        """Set the operator's gate of a model (None: of all), effective before this first awaits.
+
+        `gatekeeper.blocked` and `opened` make one. Returns an empty text, or why it will not survive the proxy.
+        """
+        for name in self._catalog.ids() if model is None else (model,):
+            self._runner(name)
+            self.gates.set(name, gate)
+        return await self.gates.save()
+
+    # -- read side --------------------------------------------------------------------------------------
 
     def upstream(self, key: BackendKey) -> Upstream:
         """Return the way to a backend generation; a stale one fails like a connection that died unused."""
@@ -139,8 +374,34 @@ class Fleet:
         """Return the last lines of the engine's output, of the present or the last process."""
         return self._runner(model).log_tail(lines)
 
+    def follow_log(self, model: str, lines: int = 100) -> LogFollower:
+        """Follow the engine's output over its generations; close the follower. One that is too slow is dropped."""
+        return self._runner(model).follow_log(lines)
+
+    @property
+    def state_problem(self) -> str:
+        """Why nothing survives this proxy; empty while it does, or is not meant to."""
+        return self._state.problem
+
+    def _evict(self, model: str) -> Job:
+        return self.begin_unload(
+            model, mode="hold", cause=Cause.EVICT, reason="another model needs its memory"
+        )
+
+    def _wanted(self, model: str) -> bool:
+        live = self._requests.live(model)
+        return bool(live.waiting or live.running)
+
     def _runner(self, model: str) -> ModelRunner:
         runner = self._runners.get(model)
         if runner is None:
             raise ProxyError(ErrorCode.MODEL_NOT_FOUND, f"model {model!r} does not exist", param="model")
         return runner
+
+    def _tell(self, event: ControlEvent) -> None:
+        if self._listener is None:
+            return
+        try:
+            self._listener(event)
+        except Exception:
+            _log.exception("a listener failed", told=type(event).__name__)

@@ -4,7 +4,8 @@
     python -I -S launcher.py watch PARENT_PID COMMAND ARGUMENT…
 
 Linux kills a process with PR_SET_PDEATHSIG when the *thread* that forked it ends, so the proxy forks from
-its main thread only; a parent that died before the call is noticed by asking for the parent again.
+its main thread only; a parent that died before the call is noticed by asking for the parent again. PARENT_PID 0:
+nobody's life, the process is to outlive who started it.
 
 `exec`: SIGKILL with the parent, then exec: the process id is the engine's.
 `watch`: for commands that may have children of their own (shells, ssh, wrappers), which the signal does not
@@ -42,6 +43,8 @@ def _prctl(option: int, value: int) -> None:
 
 
 def _die_with(parent: int, number: int) -> None:
+    if parent == 0:
+        return
     _prctl(PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:
         os._exit(CANNOT_START)

@@ -7,7 +7,11 @@ A process start and a stop each take a new **generation**, so that everything wh
 (grants, snapshots, exits, probes) is told apart: events of another generation change nothing. An event
 that has no place in the table raises `IllegalEvent` and changes nothing.
 
-No clock, no I/O: the fleet performs the effects.
+An engine that ended by itself is started again after a back-off (`Backoff`): the machine says when
+(`RetryPlanned`), the shell comes back with `RetryDue`. Loads by requests join a planned restart; after an attempt
+that was theirs they are refused until its time (`TooSoon`). An operator's load never waits.
+
+No clock, no I/O: time is passed in, the fleet performs the effects.
 """
 
 from collections.abc import Mapping
@@ -15,9 +19,12 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Final, assert_never
 
+from proxy.backends.backoff import Backoff
 from proxy.types import AdminState, Cause, ModelState
 
 S = ModelState
+DEFAULT_BACKOFF: Final = Backoff()
+_BY_ITSELF: Final = (Cause.CRASH, Cause.WEDGE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +32,9 @@ class Life:
     """A model's place on both axes.
 
     `cause` is why the present operational state was entered; `again` remembers a load asked for while
-    the model stops; `reason` is the operator's text for `admin`.
+    the model stops; `reason` is the operator's text for `admin`. `strikes` are failures in a row; while `failed`,
+    `retry_at` is the time before which requests start nothing, and `restart` tells that it will be tried then
+    whoever asks. `ready_at` is when the backend last became ready.
     """
 
     operational: ModelState = S.UNLOADED
@@ -34,6 +43,10 @@ class Life:
     cause: Cause = Cause.OPERATOR
     reason: str = ""
     again: Cause | None = None
+    strikes: int = 0
+    retry_at: float | None = None
+    restart: bool = False
+    ready_at: float = 0.0
 
     @property
     def loading(self) -> bool:
@@ -92,6 +105,13 @@ class Stopped:
 
 
 @dataclass(frozen=True, slots=True)
+class RetryDue:
+    """The time of a planned restart of `generation` has come, and what was left of it is cleared away."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
 class AdminSet:
     """The operator's wish for new requests."""
 
@@ -99,7 +119,7 @@ class AdminSet:
     reason: str = ""
 
 
-Event = LoadAsked | Started | BecameReady | LoadFailed | Exited | StopAsked | Stopped | AdminSet
+Event = LoadAsked | Started | BecameReady | LoadFailed | Exited | StopAsked | Stopped | RetryDue | AdminSet
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +164,22 @@ class LoadRefused:
     reason: str
 
 
-Effect = Moved | StartEngine | StopEngine | EngineLost | LoadRefused
+@dataclass(frozen=True, slots=True)
+class RetryPlanned:
+    """Post `RetryDue` at this time, and not before the lost process is gone."""
+
+    generation: int
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class TooSoon:
+    """The last attempt failed a moment ago: whoever asked is told its error again, and when to come back."""
+
+    retry_at: float
+
+
+Effect = Moved | StartEngine | StopEngine | EngineLost | LoadRefused | RetryPlanned | TooSoon
 
 
 class IllegalEvent(Exception):  # noqa: N818 - names what happened
@@ -153,8 +188,8 @@ class IllegalEvent(Exception):  # noqa: N818 - names what happened
 
 TABLE: Final[Mapping[ModelState, Mapping[type[Event], ModelState]]] = MappingProxyType(
     {
-        S.UNLOADED: {LoadAsked: S.STARTING, StopAsked: S.UNLOADED},
-        S.FAILED: {LoadAsked: S.STARTING, StopAsked: S.UNLOADED},
+        S.UNLOADED: {LoadAsked: S.STARTING, StopAsked: S.UNLOADED, RetryDue: S.UNLOADED},
+        S.FAILED: {LoadAsked: S.STARTING, StopAsked: S.UNLOADED, RetryDue: S.STARTING},
         S.STARTING: {
             LoadAsked: S.STARTING,
             Started: S.LOADING,
@@ -174,7 +209,9 @@ TABLE: Final[Mapping[ModelState, Mapping[type[Event], ModelState]]] = MappingPro
 """Where an event of the present generation leads; a missing entry is illegal."""
 
 
-def step(life: Life, event: Event) -> tuple[Life, tuple[Effect, ...]]:
+def step(
+    life: Life, event: Event, now: float = 0.0, backoff: Backoff = DEFAULT_BACKOFF
+) -> tuple[Life, tuple[Effect, ...]]:
     """Return the next life and what to do, in order. Raises `IllegalEvent` and changes nothing."""
     if isinstance(event, AdminSet):
         return replace(life, admin=event.admin, reason=event.reason), ()
@@ -186,14 +223,29 @@ def step(life: Life, event: Event) -> tuple[Life, tuple[Effect, ...]]:
         raise IllegalEvent(f"{name} in state {life.operational.value} (generation {life.generation})")
     match event:
         case LoadAsked():
-            return _load(life, event.cause, after)
+            return _asked(life, event.cause, after, now)
         case StopAsked():
-            return _stop(life, event.cause, after)
-        case Started() | BecameReady() | LoadFailed():
+            return _stop(_forgiven(life), event.cause, after)
+        case Started():
             return _move(life, after, life.cause)
+        case BecameReady():
+            return _move(replace(life, ready_at=now), after, life.cause)
+        case LoadFailed():
+            again = backoff.restarts and life.cause in _BY_ITSELF
+            return _fail(life, life.cause, life.strikes + 1, again=again, now=now, backoff=backoff)
         case Exited():
-            moved, effects = _move(life, after, event.cause)
-            return moved, (*effects, EngineLost(life.generation, event.cause))
+            strikes = backoff.strikes(life.strikes, now - life.ready_at)
+            failed, effects = _fail(
+                life, event.cause, strikes, again=backoff.restarts, now=now, backoff=backoff
+            )
+            return failed, (effects[0], EngineLost(life.generation, event.cause), *effects[1:])
+        case RetryDue():
+            if not life.restart:
+                return life, ()
+            life = replace(life, restart=False)
+            if life.admin is not AdminState.ENABLED:
+                return life, (LoadRefused(life.admin, life.reason),)
+            return _start(life, life.cause, after)
         case Stopped():
             moved, effects = _move(replace(life, again=None), after, life.cause)
             if life.again is None:
@@ -204,9 +256,32 @@ def step(life: Life, event: Event) -> tuple[Life, tuple[Effect, ...]]:
             assert_never(event)
 
 
+def _forgiven(life: Life) -> Life:
+    """Return a life whose failures are forgotten: an operator took it in hand."""
+    return replace(life, strikes=0, retry_at=None, restart=False)
+
+
 def _move(life: Life, after: ModelState, cause: Cause) -> tuple[Life, tuple[Effect, ...]]:
     moved = replace(life, operational=after, cause=cause)
     return moved, () if after is life.operational else (Moved(life.operational, after, cause),)
+
+
+def _fail(
+    life: Life, cause: Cause, strikes: int, *, again: bool, now: float, backoff: Backoff
+) -> tuple[Life, tuple[Effect, ...]]:
+    at = now + backoff.wait_s(strikes)
+    moved, effects = _move(replace(life, strikes=strikes, retry_at=at, restart=again), S.FAILED, cause)
+    return moved, (*effects, RetryPlanned(life.generation, at)) if again else effects
+
+
+def _asked(life: Life, cause: Cause, after: ModelState, now: float) -> tuple[Life, tuple[Effect, ...]]:
+    """Decide whether a load asked for while `failed` joins the restart, comes too soon, or starts now."""
+    if life.operational is S.FAILED and cause is not Cause.OPERATOR and life.admin is AdminState.ENABLED:
+        if life.restart:
+            return life, ()
+        if life.retry_at is not None and now < life.retry_at:
+            return life, (TooSoon(life.retry_at),)
+    return _load(life, cause, after)
 
 
 def _load(life: Life, cause: Cause, after: ModelState) -> tuple[Life, tuple[Effect, ...]]:
@@ -216,7 +291,12 @@ def _load(life: Life, cause: Cause, after: ModelState) -> tuple[Life, tuple[Effe
         return life, ()
     if life.admin is not AdminState.ENABLED and cause is not Cause.OPERATOR:
         return life, (LoadRefused(life.admin, life.reason),)
-    moved, effects = _move(replace(life, generation=life.generation + 1), after, cause)
+    return _start(life, cause, after)
+
+
+def _start(life: Life, cause: Cause, after: ModelState) -> tuple[Life, tuple[Effect, ...]]:
+    started = replace(life, generation=life.generation + 1, retry_at=None, restart=False)
+    moved, effects = _move(started, after, cause)
     return moved, (*effects, StartEngine(moved.generation, cause))
 
 

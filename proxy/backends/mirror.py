@@ -48,11 +48,11 @@ class Mirror:
         clock: Clock,
         metrics: Metrics,
         on_snapshot: Callable[[Snapshot], None],
-        on_failed_polls: Callable[[int, ProbeError], None] | None = None,
+        on_failed_polls: Callable[[int, ProbeError, float], None] | None = None,
         engine_is_ours: bool = True,
         working: Callable[[], int] = lambda: 0,
     ) -> None:
-        """`on_failed_polls` is told how many polls in a row got no usable answer, and the last reason.
+        """`on_failed_polls` is told how many polls in a row got no usable answer, the last reason, and when it was asked.
 
         `working` tells how many of our requests are with the engine: one that has just been sent is on
         no slot yet, and its first moments are worth watching.
@@ -113,6 +113,9 @@ class Mirror:
                     await self._poked.wait()
 
     def _interval(self) -> float:
+        if self.silent_polls:
+            # a whole timeout has passed already: three of them in a row are the wedge signal
+            return 0.0
         if self.latest is None or self.failed_polls:
             return RETRY_S
         if self.latest.busy == 0 and not self._working():
@@ -131,7 +134,7 @@ class Mirror:
         except ProbeError as error:
             self.failed_polls += 1
             self.silent_polls = self.silent_polls + 1 if error.timed_out else 0
-            self._trouble(error)
+            self._trouble(error, asked)
             return None
         taken = self._clock()
         self.failed_polls = self.silent_polls = 0
@@ -161,7 +164,7 @@ class Mirror:
         self._on_snapshot(snapshot)
         return snapshot
 
-    def _trouble(self, error: ProbeError) -> None:
+    def _trouble(self, error: ProbeError, asked: float) -> None:
         """Say it once: a dead engine is reported by its exit, a silent one by the watchdog."""
         if not self._troubled:
             self._troubled = True
@@ -169,7 +172,7 @@ class Mirror:
                 "no usable slots", model=self.key.model, generation=self.key.generation, error=str(error)
             )
         if self._on_failed_polls is not None:
-            self._on_failed_polls(self.failed_polls, error)
+            self._on_failed_polls(self.failed_polls, error, asked)
 
     def _gauge(self, snapshot: Snapshot) -> None:
         for phase in EnginePhase:

@@ -20,6 +20,7 @@ import psutil
 from proxy.backends.command import Command
 from proxy.backends.listening import descendants
 from proxy.backends.logtail import LogTail
+from proxy.backends.output import FileFollower, LogFile, PipeDrain, open_for_engine
 
 LAUNCHER: Final = Path(__file__).with_name("launcher.py")
 SECOND_TERM_S: Final = 0.5
@@ -30,6 +31,10 @@ LAST_WORDS_S: Final = 0.2
 """How long to wait for output still in the pipe of a process that has ended."""
 LOOK_S: Final = 0.2
 """How often a process that was asked to end is looked at: one that is stopped meanwhile would never hear it."""
+UNSEEN: Final = 1 << 16
+"""The exit code of a process that is not our child."""
+NO_PARENT: Final = 0
+"""Tells the launcher to bind the process to nobody's life."""
 _FROZEN: Final = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 _HOPELESS: Final = (*_FROZEN, psutil.STATUS_DISK_SLEEP)
 
@@ -43,66 +48,20 @@ class StopReport:
     left: tuple[int, ...] = ()
 
 
-class _Drain(asyncio.Protocol):
-    """Takes output as it comes and never pauses: a full pipe would stop the engine."""
-
-    def __init__(self, tail: LogTail, sink: "LogFile | None") -> None:
-        self._tail = tail
-        self._sink = sink
-        self.ended = asyncio.Event()
-
-    def data_received(self, data: bytes) -> None:
-        self._tail.add(data)
-        if self._sink is not None:
-            self._sink.write(data)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        _ = exc
-        self.ended.set()
-
-
-class LogFile:
-    """An optional copy of the output in a file of bounded size (one older file is kept).
-
-    A full disk or a vanished folder ends the copy, never the engine.
-    """
-
-    def __init__(self, path: Path, limit_bytes: int = 64 * 1024 * 1024) -> None:
-        self._path = path
-        self._limit = limit_bytes
-        self._file = path.open("ab", buffering=0)
-        self._size = path.stat().st_size
-
-    def write(self, data: bytes) -> None:
-        """Append; rolls over beyond the limit."""
-        try:
-            if self._size + len(data) > self._limit:
-                self._file.close()
-                self._path.replace(self._path.with_suffix(self._path.suffix + ".1"))
-                self._file = self._path.open("wb", buffering=0)
-                self._size = 0
-            self._size += self._file.write(data) or 0
-        except (OSError, ValueError):
-            self.close()
-
-    def close(self) -> None:
-        """Close the file; later writes are dropped."""
-        with contextlib.suppress(OSError):
-            self._file.close()
-
-
 class EngineProcess:
     """A running process group. Create with `start`; `stop` or `exited` ends its life."""
 
-    def __init__(self, popen: subprocess.Popen[bytes], tail: LogTail) -> None:
+    def __init__(self, pid: int, pidfd: int, tail: LogTail, popen: "subprocess.Popen[bytes] | None") -> None:
+        """Watch a process by its pidfd, which this object owns from now on. `popen` is None for no child of ours."""
         self._popen = popen
-        self.pid: Final = popen.pid
+        self.pid: Final = pid
         self.tail: Final = tail
         self._loop = asyncio.get_running_loop()
         self._exit: asyncio.Future[int] = self._loop.create_future()
-        self._pidfd = os.pidfd_open(popen.pid)
-        self._loop.add_reader(self._pidfd, self._on_exit)
-        self._drain: _Drain | None = None
+        self._pidfd: int | None = pidfd
+        self._loop.add_reader(pidfd, self._on_exit)
+        self._drain: PipeDrain | None = None
+        self._follower: FileFollower | None = None
         self._transport: asyncio.BaseTransport | None = None
         self._file: LogFile | None = None
         self._stopping: asyncio.Task[StopReport] | None = None
@@ -110,29 +69,28 @@ class EngineProcess:
 
     @classmethod
     async def start(
-        cls, command: Command, *, watch: bool, tail: LogTail, log_file: LogFile | None = None
+        cls,
+        command: Command,
+        *,
+        watch: bool,
+        tail: LogTail,
+        log_file: LogFile | None = None,
+        keep: Path | None = None,
     ) -> "EngineProcess":
         """Start a command in a session of its own.
 
-        `watch` keeps a parent that also ends the command's children (see the launcher). Raises `OSError`
+        `watch` keeps a parent that also ends the command's children (see the launcher). `keep` is the file that
+        takes the output of a process that may outlive us; without it the process ends when we do. Raises `OSError`
         when the launcher cannot run, for example when the machine is out of processes.
         """
         if threading.current_thread() is not threading.main_thread():
             raise RuntimeError("engines are started from the main thread: the parent-death signal follows it")
-        read, write = os.pipe()
+        read, write = os.pipe() if keep is None else (None, open_for_engine(keep))
+        parent = os.getpid() if keep is None else NO_PARENT
+        mode = "watch" if watch else "exec"
         try:
             popen = subprocess.Popen(  # noqa: ASYNC220 - returns at exec, a few ms; asyncio's is the same call
-                [
-                    *(
-                        sys.executable,
-                        "-I",
-                        "-S",
-                        str(LAUNCHER),
-                        "watch" if watch else "exec",
-                        str(os.getpid()),
-                    ),
-                    *command.argv,
-                ],
+                [sys.executable, "-I", "-S", str(LAUNCHER), mode, str(parent), *command.argv],
                 stdin=subprocess.DEVNULL,
                 stdout=write,
                 stderr=write,
@@ -141,13 +99,18 @@ class EngineProcess:
                 start_new_session=True,
             )
         except BaseException:
-            os.close(read)
+            if read is not None:
+                os.close(read)
             raise
         finally:
             os.close(write)
-        process = cls(popen, tail)
+        process = cls(popen.pid, os.pidfd_open(popen.pid), tail, popen)
         process._file = log_file
-        process._drain = drain = _Drain(tail, log_file)
+        if read is None:
+            if keep is not None:
+                process._follow(keep)
+            return process
+        process._drain = drain = PipeDrain(tail, log_file)
         try:
             pipe = os.fdopen(read, "rb", buffering=0)
             process._transport, _ = await process._loop.connect_read_pipe(lambda: drain, pipe)
@@ -155,6 +118,37 @@ class EngineProcess:
             await process.stop(grace_s=0)
             raise
         return process
+
+    @classmethod
+    def adopt(cls, pid: int, pidfd: int, tail: LogTail, output: Path) -> "EngineProcess":
+        """Take over a process that an earlier proxy left running, by a pidfd of it that the caller has checked.
+
+        How it ends cannot be learnt: its exit code is `UNSEEN`.
+        """
+        process = cls(pid, pidfd, tail, None)
+        process._follow(output)
+        return process
+
+    def _follow(self, output: Path) -> None:
+        self._follower = FileFollower(output, self.tail)
+        self._follower.start()
+
+    async def detach(self) -> None:
+        """Let the process run on without us: for one that was started to be kept."""
+        if self._follower is not None:
+            await self._follower.stop()
+        self._close_pidfd()
+        if not self._exit.done():
+            # whoever still waits for its end shall not wait for us
+            self._exit.set_result(UNSEEN)
+        if self._popen is not None and self._popen.returncode is None:
+            # it is the next proxy's now: subprocess would complain that it was not waited for
+            self._popen.returncode = 0
+
+    @property
+    def child(self) -> bool:
+        """Whether we started it; one that was taken over is nobody's child."""
+        return self._popen is not None
 
     @property
     def code(self) -> int | None:
@@ -207,11 +201,14 @@ class EngineProcess:
                 await self._wait(KILL_S)
             left = await self._sweep(family, deadline)
         await self._last_words()
+        if self._follower is not None:
+            await self._follower.stop()
         if self._transport is not None:
             self._transport.close()
         if self._file is not None:
             self._file.close()
-        return StopReport(self.code, tuple(sent), left)
+        code = None if self.code == UNSEEN else self.code
+        return StopReport(code, tuple(sent), left)
 
     async def _sweep(self, family: dict[int, float | None], deadline: float) -> tuple[int, ...]:
         """Kill descendants that left the group, and wait until the group and they are gone."""
@@ -238,6 +235,8 @@ class EngineProcess:
         await asyncio.wait((self._exit,), timeout=timeout_s)
 
     async def _last_words(self) -> None:
+        if self._follower is not None:
+            self._follower.read()
         if self._drain is not None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LAST_WORDS_S):
@@ -261,19 +260,32 @@ class EngineProcess:
     def _in(self, statuses: tuple[str, ...]) -> bool:
         return any(process_status(pid) in statuses for pid in (self.pid, *descendants(self.pid)))
 
+    def _close_pidfd(self) -> None:
+        pidfd, self._pidfd = self._pidfd, None
+        if pidfd is not None:
+            self._loop.remove_reader(pidfd)
+            os.close(pidfd)
+
     def _on_exit(self) -> None:
-        self._loop.remove_reader(self._pidfd)
-        os.close(self._pidfd)
-        # Before the reap: until then nobody else can be given this process group's id.
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, signal.SIGKILL)
-        code = self._popen.wait()
+        self._close_pidfd()
+        if self._popen is not None:
+            # Before the reap: until then nobody else can be given this process group's id.
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
+            code = self._popen.wait()
+        else:
+            for pid in self._group():
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+            code = UNSEEN
         if not self._exit.done():
             self._exit.set_result(code)
 
 
 def describe_exit(code: int) -> str:
     """Return an exit code as words, for example `was killed by SIGSEGV` or `exited with code 1`."""
+    if code == UNSEEN:
+        return "ended"
     if code >= 0:
         return f"exited with code {code}"
     with contextlib.suppress(ValueError):

@@ -7,14 +7,15 @@ watcher of the ready process, one mirror, one stop. All are named and awaited by
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Coroutine
-from dataclasses import dataclass
+from collections.abc import Awaitable, Coroutine
 from typing import Any, Final, TypeVar, assert_never
 
 from proxy import logs
-from proxy.backends import probes
-from proxy.backends.bringup import Progress, Recipe, Running, bring_up
-from proxy.backends.client import DeadUpstream, EngineClient, ProbeError
+from proxy.backends import words
+from proxy.backends.attempt import attempt
+from proxy.backends.backoff import Backoff
+from proxy.backends.bringup import Progress, Recipe, Running
+from proxy.backends.client import DeadUpstream, EngineClient
 from proxy.backends.lifecycle import (
     AdminSet,
     BecameReady,
@@ -27,16 +28,21 @@ from proxy.backends.lifecycle import (
     LoadFailed,
     LoadRefused,
     Moved,
+    RetryDue,
+    RetryPlanned,
     Started,
     StartEngine,
     StopAsked,
     StopEngine,
     Stopped,
+    TooSoon,
     step,
 )
-from proxy.backends.mirror import Mirror
-from proxy.backends.process import EngineProcess, StopReport, describe_exit, process_status
-from proxy.backends.views import FleetObserver, Kind, ModelStatus, UnloadReport
+from proxy.backends.live import Live, end
+from proxy.backends.logfeed import LogFollower
+from proxy.backends.process import EngineProcess, StopReport, process_status
+from proxy.backends.runrecord import RunRecord
+from proxy.backends.views import FleetObserver, Kind, ModelStatus, Stage
 from proxy.backends.voice import Voice
 from proxy.clock import Clock
 from proxy.errors import ErrorCode, ProxyError
@@ -44,23 +50,8 @@ from proxy.metrics import Metrics
 from proxy.types import AdminState, BackendKey, Cause, EngineInfo, ModelState, Snapshot
 from proxy.upstream import Upstream
 
-LET_GO_S: Final = 0.3
-"""How long requests of a stopped backend have to write their error event before sockets are cut."""
-REMOTE_LOST_POLLS: Final = 3
-DEAF_POLLS: Final = 2
-"""Failed polls in a row, the last one refused, after which a living process counts as lost."""
-
 _log = logs.get("backends")
 _T = TypeVar("_T")
-
-
-@dataclass(frozen=True, slots=True)
-class _Live:
-    """The ready backend of one generation."""
-
-    key: BackendKey
-    running: Running
-    mirror: Mirror
 
 
 class ModelRunner:
@@ -72,13 +63,16 @@ class ModelRunner:
         self._recipe = recipe
         self._model = recipe.model
         self._metrics = metrics
-        for failures in (metrics.crashes, metrics.identity_mismatch):
+        for failures in (
+            *(metrics.crashes, metrics.wedges, metrics.restarts, metrics.identity_mismatch),
+            metrics.forced_cancels,
+        ):
             failures.labels(recipe.name)  # from 0: a series that appears with its first event hides it
         self._clock = clock
         self._voice = Voice(recipe.name, metrics=metrics, observer=observer)
         self._life = Life()
         self._since = clock()
-        self._live: _Live | None = None
+        self._live: Live | None = None
         self._progress: Progress | None = None
         self._last_process: EngineProcess | None = None
         self._job: asyncio.Future[EngineInfo] | None = None
@@ -88,8 +82,13 @@ class ModelRunner:
         self._grace_s = recipe.model.stop.grace_s
         self._events: deque[Event] = deque()
         self._stepping = False
+        self._changed = asyncio.Event()
         self._loss: ProxyError | None = None
-        self._last_error = ""
+        self._failure: ProxyError | None = None
+        self._farewell: ProxyError | None = None
+        self._left: RunRecord | None = None
+        restart = recipe.model.restart
+        self._backoff = Backoff(restart.first_s, restart.max_s, restart.stable_s)
 
     # -- asked from outside -----------------------------------------------------------------------------
 
@@ -105,28 +104,36 @@ class ModelRunner:
             job.set_result(self._live.running.info)
         return job
 
-    async def unload(self, *, deadline_s: float, force: bool, cause: Cause, grace_s: float) -> UnloadReport:
-        """Stop the model; see `Fleet.unload`."""
-        began, before = self._clock(), self._life.operational
-        closes_gate = not force and self._life.admin is AdminState.ENABLED
-        if closes_gate:
-            self.set_admin(AdminState.DRAINING, "unloading")
-        try:
-            cut = self._exchanges if force else await self._drained(deadline_s)
-            self._grace_s = grace_s
-            self._post(StopAsked(cause))
-            if self._live is not None and self._live.running.process is not None:
-                self._live.running.process.hurry(grace_s)
-            stopper = self._stopper
-            running = stopper is not None and not stopper.done()
-            report = await asyncio.shield(stopper) if stopper is not None and running else None
-        finally:
-            if closes_gate and self._life.admin is AdminState.DRAINING:
-                self.set_admin(AdminState.ENABLED, "")
-        seconds = self._clock() - began
-        self._metrics.unload_seconds.labels(self.name, str(force).lower()).observe(seconds)
-        done = report or StopReport(None, ())
-        return UnloadReport(self.name, before, force, cut, done.code, done.signals, done.left, seconds)
+    def adopt(self, record: RunRecord) -> "asyncio.Future[EngineInfo]":
+        """Take over the process that an earlier proxy left running; one that is no good is replaced."""
+        self._left = record
+        return self.ask(Cause.OPERATOR)
+
+    def ask_stop(
+        self, cause: Cause, grace_s: float, error: ProxyError | None = None
+    ) -> Awaitable[StopReport]:
+        """Stop whatever runs: the generation is bumped before this returns. Await the result for the end of it.
+
+        `error` is for everybody who has a request there or waits for the load. A stop under way is joined, and
+        hurried to `grace_s`.
+        """
+        self._grace_s, self._farewell = grace_s, error
+        self._post(StopAsked(cause))
+        self._farewell = None
+        if self._life.operational is ModelState.UNLOADED:
+            # a restart was planned, and with it goes what waited for it
+            self._fail_job(error or words.gone(self.name, cause))
+        if self._live is not None and self._live.running.process is not None:
+            self._live.running.process.hurry(grace_s)
+        stopper = self._stopper
+        return _report(None if stopper is None or stopper.done() else stopper)
+
+    async def save_slots(self) -> int:
+        """Save what the ready backend's slots hold, where the model wants that and nothing runs; return the tokens."""
+        live, cache = self._live, self._recipe.slots
+        if live is None or cache is None or self.key != live.key or self.exchanges:
+            return 0
+        return await cache.save(live.running.client, live.running.info)
 
     def set_admin(self, admin: AdminState, reason: str) -> None:
         """Change the administrative axis."""
@@ -136,6 +143,7 @@ class ModelRunner:
         """Await every task this model still owns (after `unload`)."""
         while self._tasks:
             await asyncio.wait(self._tasks)
+        self._recipe.feed.close()
 
     # -- read side --------------------------------------------------------------------------------------
 
@@ -155,14 +163,71 @@ class ModelRunner:
         if self._live is not None and self._live.key == key:
             self._live.mirror.poke()
 
+    def poke_now(self) -> None:
+        """Poll the ready backend's slots now, if there is one."""
+        if self._live is not None:
+            self._live.mirror.poke()
+
+    def fresh_snapshot(self, age_s: float) -> Snapshot | None:
+        """Return the newest snapshot unless it is older than this."""
+        snapshot = self.snapshot()
+        return snapshot if snapshot is not None and self._clock() - snapshot.asked_at <= age_s else None
+
+    @property
+    def token(self) -> str:
+        """The token of the ready backend's run, empty without one."""
+        run = self._live.running.run if self._live else None
+        return run.token if run else ""
+
     def snapshot(self) -> Snapshot | None:
         """Return the newest snapshot of the ready generation."""
         return self._live.mirror.latest if self._live and self.key else None
 
     def log_tail(self, lines: int) -> list[str]:
         """Return the last lines of the present or last process."""
-        process = (self._progress.process if self._progress else None) or self._last_process
+        process = self._newest_process
         return process.tail.lines(lines) if process else []
+
+    def follow_log(self, lines: int) -> LogFollower:
+        """Follow the output of this and later processes, beginning with the last lines."""
+        process = self._newest_process
+        first = process.tail.lines(lines) if process else []
+        if process is not None and process.tail.unfinished:
+            first = first[:-1]
+        return self._recipe.feed.follow(first)
+
+    @property
+    def _newest_process(self) -> EngineProcess | None:
+        return (self._progress.process if self._progress else None) or self._last_process
+
+    @property
+    def life(self) -> Life:
+        """The model's place on both axes."""
+        return self._life
+
+    @property
+    def fingerprint(self) -> str:
+        """Tells whether the configuration that shapes the process is still the same."""
+        return self._recipe.fingerprint
+
+    @property
+    def failure(self) -> ProxyError | None:
+        """Why the last attempt or the last ready backend failed; None once one is ready again."""
+        return self._failure
+
+    @property
+    def occupancy(self) -> tuple[ModelState, int | None, float, float | None]:
+        """State, process id, time of the last state change, and since when it is idle (None: busy or not ready)."""
+        status = self.status()
+        return status.state, status.pid, status.since, self.idle_since
+
+    @property
+    def idle_since(self) -> float | None:
+        """When the ready backend's last exchange ended (or it became ready); None while it is busy or not ready."""
+        client = self._client
+        if client is None or self.key is None or client.exchanges:
+            return None
+        return max(self._since, client.quiet_since)
 
     def status(self) -> ModelStatus:
         """Return the whole state at this instant."""
@@ -179,12 +244,16 @@ class ModelRunner:
             generation=self._life.generation,
             since=self._since,
             stage=progress.stage if progress else None,
+            waits_for=progress.waits_for if progress and progress.stage is Stage.MEMORY else "",
             pid=process.pid if process and process.code is None else None,
             port=running.port if running else progress.port if progress else None,
             info=running.info if running else None,
             identity=running.identity if running else "",
-            exchanges=self._exchanges,
-            last_error=self._last_error,
+            exchanges=self.exchanges,
+            last_error=self._failure.message if self._failure else "",
+            strikes=self._life.strikes,
+            retry_at=self._life.retry_at,
+            restart=self._life.restart,
         )
 
     @property
@@ -192,7 +261,8 @@ class ModelRunner:
         return self._live.running.client if self._live else None
 
     @property
-    def _exchanges(self) -> int:
+    def exchanges(self) -> int:
+        """Requests that are with the engine."""
         return self._client.exchanges if self._client else 0
 
     # -- the machine ------------------------------------------------------------------------------------
@@ -205,11 +275,12 @@ class ModelRunner:
         self._stepping = True
         try:
             while self._events:
-                self._life, effects = step(self._life, self._events.popleft())
+                self._life, effects = step(self._life, self._events.popleft(), self._clock(), self._backoff)
                 for effect in effects:
                     self._perform(effect)
         finally:
             self._stepping = False
+            self._changed.set()
 
     def _perform(self, effect: Effect) -> None:
         match effect:
@@ -217,46 +288,60 @@ class ModelRunner:
                 self._since = self._clock()
                 self._voice.moved(effect, self._life.generation)
             case StartEngine():
+                if effect.cause in (Cause.CRASH, Cause.WEDGE):
+                    self._metrics.restarts.labels(self.name).inc()
                 self._progress = Progress(on_started=lambda: self._post(Started(effect.generation)))
                 self._attempt = self._task(self._load(effect.generation, self._progress), "load")
             case StopEngine():
-                error = self._gone(effect.cause)
+                error = self._farewell or words.gone(self.name, effect.cause)
                 if self._live is not None and effect.was_ready:
+                    self._learn(self._live.running)
+                    self._live.sentinel.dismiss()
+                    if effect.cause is not Cause.SHUTDOWN:
+                        self._live.renounce()
                     self._voice.down(self._live.key, error)
                 self._fail_job(error)
-                self._stopper = self._task(self._stop(effect, error), "stop")
+                self._stopper = self._task(self._stop(effect, error, self._stopper), "stop")
             case EngineLost():
                 self._lost()
             case LoadRefused():
-                blocked = effect.admin is AdminState.BLOCKED
-                code = ErrorCode.GATE_BLOCKED if blocked else ErrorCode.MODEL_DRAINING
-                why = f": {effect.reason}" if effect.reason else ""
-                self._fail_job(ProxyError(code, f"model {self.name!r} is {effect.admin.value}{why}"))
+                self._fail_job(words.refused(self.name, effect))
+            case RetryPlanned():
+                self._task(self._retry(effect), "retry")
+            case TooSoon():
+                left_s = max(0.0, effect.retry_at - self._clock())
+                self._fail_job(words.too_soon(self.name, self._failure, self._life.strikes, left_s))
             case _:
                 assert_never(effect)
 
+    async def _retry(self, planned: RetryPlanned) -> None:
+        """Wait for the time of a restart, and for the lost process to be gone; given up when the plan is."""
+        stopper = self._stopper
+        if stopper is not None:
+            await asyncio.wait((stopper,))
+        while self._life.restart and self._life.generation == planned.generation:
+            left = planned.at - self._clock()
+            if left <= 0:
+                self._post(RetryDue(planned.generation))
+                return
+            self._changed.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(left):
+                    await self._changed.wait()
+
     async def _load(self, generation: int, progress: Progress) -> Running | None:
-        """Bring the backend up. Returns it when it came too late: a stop is waiting to clear it away."""
-        began, limit = self._clock(), self._model.budgets.load_timeout_s
+        """Get a backend ready. Returns it when it came too late: a stop is waiting to clear it away."""
+        began = self._clock()
         error: ProxyError | None = None
         running: Running | None = None
         try:
-            async with asyncio.timeout(limit):
-                running = await bring_up(self._recipe, progress)
+            if self._stopper is not None and not self._stopper.done():
+                # what was lost is still being cleared away, and holds its memory
+                await asyncio.wait((self._stopper,))
+            left, self._left = self._left, None
+            running = await attempt(self._recipe, progress, left)
         except ProxyError as failed:
             error = failed
-        except TimeoutError:
-            words = progress.process.tail.words() if progress.process else ""
-            error = ProxyError(
-                ErrorCode.LOAD_TIMEOUT,
-                f"model {self.name!r} was not ready within load_timeout_s = {limit:g} s"
-                f" (stage {progress.stage.value}){': ' + words if words else ''}",
-            )
-        except Exception as failed:
-            _log.exception("load failed", model=self.name, generation=generation)
-            error = ProxyError(
-                ErrorCode.MODEL_LOAD_FAILED, f"model {self.name!r} could not be loaded: {failed}"
-            )
         finally:
             self._last_process = progress.process or self._last_process
             self._progress = None
@@ -264,79 +349,44 @@ class ModelRunner:
             return running
         outcome = "failed" if error else "ready"
         self._metrics.load_seconds.labels(self.name, outcome).observe(self._clock() - began)
-        if running is None:
-            error = error or ProxyError(
-                ErrorCode.MODEL_LOAD_FAILED, f"model {self.name!r} could not be loaded"
-            )
-            self._last_error = error.message
+        if running is not None:
+            self._arrived(generation, running)
+        elif error is not None:
+            self._failure = error
             if error.code is ErrorCode.IDENTITY_MISMATCH:
                 self._metrics.identity_mismatch.labels(self.name).inc()
             self._post(LoadFailed(generation))
             self._fail_job(error)
-            return None
-        self._arrived(generation, running)
         return None
 
     def _arrived(self, generation: int, running: Running) -> None:
         key = BackendKey(self.name, self.kind.value, generation)
-        client, remote = running.client, running.process is None
-        mirror = Mirror(
+        self._live = live = Live(
             key,
-            lambda since: probes.slots(client, since),
-            clock=self._clock,
+            running,
+            self._recipe,
             metrics=self._metrics,
+            clock=self._clock,
             on_snapshot=self._voice.snapshot,
-            on_failed_polls=self._remote_trouble if remote else self._process_trouble,
-            engine_is_ours=not remote,
-            working=lambda: client.exchanges,
+            lost=self._told_lost,
         )
-        self._live = _Live(key, running, mirror)
-        self._last_error = ""
+        self._failure = None
         self._post(BecameReady(generation))
         self._voice.ready(key, running.info)
-        mirror.start()
+        live.mirror.start()
         if running.process is not None:
-            self._task(self._watch(key, running.process), "watch")
+            self._task(live.sentinel.watch_exit(), "watch")
         if self._job is not None and not self._job.done():
             self._job.set_result(running.info)
 
-    async def _watch(self, key: BackendKey, process: EngineProcess) -> None:
-        """Wait for the end of a ready process; an expected one is the stop's business."""
-        code = await process.exited()
-        if self.key != key:
-            return
-        words = process.tail.words()
-        self._metrics.crashes.labels(self.name).inc()
-        self._loss = ProxyError(
-            ErrorCode.UPSTREAM_ERROR,
-            f"the engine of model {self.name!r} {describe_exit(code)} unexpectedly{': ' + words if words else ''}",
-        )
-        self._post(Exited(key.generation))
+    def _learn(self, running: Running) -> None:
+        if self._recipe.room is not None and running.process is not None:
+            self._recipe.room.learn(self.name, running.process.pid)
 
-    def _remote_trouble(self, failed: int, error: ProbeError) -> None:
-        live = self._live
-        if live is not None and failed >= REMOTE_LOST_POLLS and self.key == live.key:
-            self._loss = ProxyError(
-                ErrorCode.UPSTREAM_ERROR,
-                f"the remote engine of model {self.name!r} does not answer any more: {error}",
-            )
-            self._post(Exited(live.key.generation))
-
-    def _process_trouble(self, failed: int, error: ProbeError) -> None:
-        """A process that lives and does not listen was told to stop by somebody else.
-
-        llama-server then closes its port, answers nothing any more, and waits for its clients to leave: for us.
-        """
-        live = self._live
-        if live is None or not error.refused or failed < DEAF_POLLS or self.key != live.key:
-            return
-        self._metrics.crashes.labels(self.name).inc()
-        self._loss = ProxyError(
-            ErrorCode.UPSTREAM_ERROR,
-            f"the engine of model {self.name!r} closed its port although nobody here stopped it"
-            " (was it sent a signal?)",
-        )
-        self._post(Exited(live.key.generation))
+    def _told_lost(self, key: BackendKey, cause: Cause, error: ProxyError) -> None:
+        if self.key == key:
+            self._loss = error
+            self._post(Exited(key.generation, cause))
 
     def _lost(self) -> None:
         """The ready backend ended by itself: tell at once, then clear away."""
@@ -344,37 +394,38 @@ class ModelRunner:
         if live is None:
             return
         error, self._loss = self._loss or ProxyError(ErrorCode.UPSTREAM_ERROR, "the engine ended"), None
-        self._last_error = error.message
-        _log.error("engine lost", model=self.name, generation=live.key.generation, error=error.message)
+        self._failure = error
+        live.renounce()
         self._voice.down(live.key, error)
-        self._stopper = self._task(self._clear(live, error), "clear")
+        self._stopper = self._task(live.clear(error), "clear")
 
-    async def _clear(self, live: _Live, error: ProxyError) -> StopReport | None:
-        await live.mirror.stop()
-        await live.running.client.close(error.message)
-        return await live.running.process.kill() if live.running.process is not None else None
+    async def _stop(
+        self, effect: StopEngine, error: ProxyError, before: "asyncio.Task[StopReport | None] | None"
+    ) -> StopReport | None:
+        """Close sockets first: llama-server does not end while a client stays connected to it.
 
-    async def _stop(self, effect: StopEngine, error: ProxyError) -> StopReport | None:
-        """Close sockets first: llama-server does not end while a client stays connected to it."""
-        live, attempt, progress = self._live, self._attempt, self._progress
+        `before` clears away an earlier generation; its process counts as this model's, too.
+        """
+        live, trying, progress = self._live, self._attempt, self._progress
         report: StopReport | None = None
         if live is not None and effect.was_ready:
-            await live.mirror.stop()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(LET_GO_S):
-                    await live.running.client.idle()
-            await live.running.client.close(error.message)
-            if live.running.process is not None:
-                report = await live.running.process.stop(self._grace_s)
-        elif attempt is not None:
-            attempt.cancel()
-            await asyncio.wait((attempt,))
-            late = None if attempt.cancelled() else attempt.result()
+            await live.let_go(error)
+            if effect.cause is Cause.SHUTDOWN and self._recipe.keep:
+                await live.detach()
+            else:
+                report = await end(self._recipe, live.running, self._grace_s)
+        elif trying is not None:
+            trying.cancel()
+            await asyncio.wait((trying,))
+            late = None if trying.cancelled() else trying.result()
             if late is not None:
                 await late.client.close(error.message)
-            if progress is not None and progress.process is not None:
+                report = await end(self._recipe, late, 0)
+            elif progress is not None and progress.process is not None:
                 report = await progress.process.kill()
         self._live = None
+        if before is not None and not before.done():
+            await asyncio.wait((before,))
         if report is not None and report.left:
             left = {pid: process_status(pid) for pid in report.left}
             _log.error("processes survived a kill", model=self.name, left=left)
@@ -382,24 +433,6 @@ class ModelRunner:
         if self._life.operational is ModelState.UNLOADED and self._job is not None and not self._job.done():
             self._fail_job(error)
         return report
-
-    async def _drained(self, deadline_s: float) -> int:
-        """Wait until no exchange is open; return how many still are at the deadline."""
-        client = self._client
-        if client is not None and self.key is not None:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(deadline_s):
-                    await client.idle()
-        return self._exchanges
-
-    def _gone(self, cause: Cause) -> ProxyError:
-        if cause is Cause.SHUTDOWN:
-            return ProxyError(ErrorCode.SHUTTING_DOWN, "the proxy is shutting down")
-        if cause is Cause.WEDGE:
-            return ProxyError(
-                ErrorCode.UPSTREAM_WEDGED, f"the engine of model {self.name!r} made no progress"
-            )
-        return ProxyError(ErrorCode.MODEL_UNLOADED, f"model {self.name!r} was unloaded ({cause.value})")
 
     def _fail_job(self, error: ProxyError) -> None:
         """Tell everyone who waits for a load, if there is one."""
@@ -419,3 +452,9 @@ class ModelRunner:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             _log.error("a task failed", task=task.get_name(), exc_info=error)
+
+
+async def _report(stopper: "asyncio.Task[StopReport | None] | None") -> StopReport:
+    """Wait for the end of a stop, whoever else waits for it as well."""
+    report = None if stopper is None else await asyncio.shield(stopper)
+    return report or StopReport(None, ())

@@ -29,6 +29,7 @@ class Kind(StrEnum):
 class Stage(StrEnum):
     """How far a load has come."""
 
+    MEMORY = "memory"
     ENGINE = "engine"
     STARTING = "starting"
     LOADING = "loading"
@@ -53,7 +54,13 @@ class FleetObserver(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ModelStatus:
-    """One model at this instant. `since` is the (monotonic) time of the last state change."""
+    """One model at this instant. `since` is the (monotonic) time of the last state change.
+
+    While loading: its `stage`, and what a load in stage `memory` waits for.
+
+    While `failed`: `strikes` failures in a row, `retry_at` the (monotonic) time before which requests start nothing,
+    `restart` whether it is tried then by itself.
+    """
 
     model: str
     kind: Kind
@@ -64,20 +71,33 @@ class ModelStatus:
     generation: int
     since: float
     stage: Stage | None = None
+    waits_for: str = ""
     pid: int | None = None
     port: int | None = None
     info: EngineInfo | None = None
     identity: str = ""
     exchanges: int = 0
     last_error: str = ""
+    strikes: int = 0
+    retry_at: float | None = None
+    restart: bool = False
+
+
+class Then(StrEnum):
+    """What holds after an unload: `open` lets the next request load the model again, `block` keeps it down."""
+
+    OPEN = "open"
+    BLOCK = "block"
 
 
 @dataclass(frozen=True, slots=True)
 class UnloadReport:
     """How an unload went.
 
-    `before` is the state it found; `cut` counts exchanges that were ended; `code` and `signals` tell
-    how the process ended; `left` are process ids that survived a KILL (should be empty).
+    `before` is the state it found; `cut` counts exchanges that were ended; `code` and `signals` tell how the process
+    ended; `left` are process ids that survived a KILL (should be empty). Of a force-unload: `queued` and `running`
+    requests were ended, `names` are their ids, `unsettled` those of them that are still in the books (should be
+    empty), `job` is its job's id, `problem` says why a gate will not survive the proxy.
     """
 
     model: str
@@ -88,3 +108,26 @@ class UnloadReport:
     signals: tuple[str, ...] = ()
     left: tuple[int, ...] = ()
     seconds: float = 0.0
+    queued: int = 0
+    running: int = 0
+    names: tuple[str, ...] = ()
+    unsettled: tuple[str, ...] = ()
+    job: str = ""
+    problem: str = ""
+
+    @property
+    def clean(self) -> bool:
+        """Whether nothing is left: no process, no request."""
+        return not self.left and not self.unsettled
+
+
+@dataclass(frozen=True, slots=True)
+class WouldCut:
+    """What a force-unload would end, were it run now."""
+
+    model: str
+    state: ModelState
+    pid: int | None
+    waiting: tuple[str, ...]
+    running: tuple[str, ...]
+    exchanges: int

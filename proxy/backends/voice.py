@@ -8,7 +8,7 @@ from proxy.backends.lifecycle import Moved
 from proxy.backends.views import FleetObserver
 from proxy.errors import ProxyError
 from proxy.metrics import Metrics
-from proxy.types import BackendKey, EngineInfo, ModelState, Snapshot
+from proxy.types import BackendKey, Cause, EngineInfo, ModelState, Snapshot
 
 _log = logs.get("backends")
 _P = ParamSpec("_P")
@@ -60,3 +60,32 @@ class Voice:
             hear(*args, **kwargs)
         except Exception:
             _log.exception("an observer failed", model=self._name, call=getattr(hear, "__name__", "?"))
+
+
+class Told:
+    """Several observers as one, each told in turn; one that fails does not keep the next from hearing."""
+
+    def __init__(self, *observers: FleetObserver) -> None:
+        self._observers = observers
+
+    def on_state(self, model: str, before: ModelState, after: ModelState, cause: Cause) -> None:
+        self._each("on_state", model, before, after, cause)
+
+    def on_ready(self, key: BackendKey, info: EngineInfo) -> None:
+        self._each("on_ready", key, info)
+
+    def on_down(self, key: BackendKey, error: ProxyError) -> None:
+        self._each("on_down", key, error)
+
+    def on_load_failed(self, model: str, error: ProxyError) -> None:
+        self._each("on_load_failed", model, error)
+
+    def on_snapshot(self, snapshot: Snapshot) -> None:
+        self._each("on_snapshot", snapshot)
+
+    def _each(self, call: str, *args: object) -> None:
+        for observer in self._observers:
+            try:
+                getattr(observer, call)(*args)
+            except Exception:
+                _log.exception("an observer failed", call=call)

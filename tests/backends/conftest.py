@@ -95,11 +95,14 @@ def make_fleet(
     engine_args: tuple[str, ...] = SMALL,
     patched: bool = False,
     metrics: Metrics | None = None,
+    memory: dict[str, Any] | None = None,
     **more: Any,
 ) -> tuple[Fleet, Recorder]:
     """Build a fleet of these models; each has a `stop.grace_s` of 3 unless it says otherwise."""
     configured = {name: {"stop": {"grace_s": 3}} | model for name, model in models.items()}
-    settings = Settings.model_validate({"models": configured, "engine": {"args": engine_args}})
+    settings = Settings.model_validate(
+        {"models": configured, "engine": {"args": engine_args}, "memory": memory or {}}
+    )
     recorder = Recorder()
 
     async def resolve(_model: Any) -> EngineBinary:
@@ -135,7 +138,7 @@ async def fleets() -> AsyncIterator[Callable[..., tuple[Fleet, Recorder]]]:
     assert not [
         name
         for name in left
-        if name.split(":")[0] in {"load", "watch", "stop", "clear", "mirror", "stop-process"}
+        if name.split(":")[0] in {"load", "watch", "stop", "clear", "mirror", "stop-process", "retry"}
     ]
 
 

@@ -8,9 +8,10 @@ import signal
 
 import pytest
 
+from proxy.backends.gatekeeper import blocked, opened
 from proxy.backends.lifecycle import TABLE
 from proxy.errors import ProxyError
-from proxy.types import AdminState, Cause, ModelState
+from proxy.types import Cause, ModelState
 from proxy.upstream import UpstreamDied
 from tests.backends.conftest import Collect, alive, completion
 
@@ -69,9 +70,9 @@ async def test_random_lives(fleets, engine_binary, mid_model, tmp_path, seed):
             os.kill(pid, rng.choice([signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM]))
 
     async def gate(name):
-        fleet.set_admin(name, rng.choice(list(AdminState)), "chaos")
+        await fleet.set_gate(name, blocked("chaos"))
         await asyncio.sleep(rng.random() / 10)
-        fleet.set_admin(name, AdminState.ENABLED)
+        await fleet.set_gate(name, opened())
 
     async def one(action, name):
         await asyncio.sleep(rng.random() * 6)

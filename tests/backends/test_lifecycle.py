@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from proxy.backends.backoff import Backoff
 from proxy.backends.lifecycle import (
     TABLE,
     AdminSet,
@@ -16,11 +17,14 @@ from proxy.backends.lifecycle import (
     LoadFailed,
     LoadRefused,
     Moved,
+    RetryDue,
+    RetryPlanned,
     Started,
     StartEngine,
     StopAsked,
     StopEngine,
     Stopped,
+    TooSoon,
     step,
 )
 from proxy.types import AdminState, Cause, ModelState
@@ -60,11 +64,79 @@ def test_loads_join_and_do_not_start_twice():
     assert life.cause is Cause.REQUEST
 
 
-def test_a_crash_is_told_and_the_next_load_is_a_new_generation():
+def test_a_crash_is_told_and_a_restart_planned_which_requests_join():
     life, effects = run(*READY, Exited(1))
-    assert life.operational is S.FAILED and effects[-1] == EngineLost(1, Cause.CRASH)
+    assert life.operational is S.FAILED
+    assert effects[-2:] == [EngineLost(1, Cause.CRASH), RetryPlanned(1, 0.0)]
     life, effects = run(LoadAsked(Cause.REQUEST), life=life)
-    assert life.generation == 2 and StartEngine(2, Cause.REQUEST) in effects
+    assert effects == [] and life.operational is S.FAILED
+    life, effects = run(RetryDue(1), life=life)
+    assert life.generation == 2 and effects[-1] == StartEngine(2, Cause.CRASH)
+
+
+def test_an_operators_load_does_not_wait_for_the_back_off():
+    life, _ = run(*READY, Exited(1))
+    life, effects = run(LoadAsked(Cause.OPERATOR), life=life)
+    assert effects[-1] == StartEngine(2, Cause.OPERATOR)
+    assert run(RetryDue(1), life=life) == (life, [])
+
+
+def crash(life, now, served=0.0, cause=Cause.CRASH):
+    """Let a failed or unloaded life come up at `now` and crash after serving."""
+    rule = Backoff(first_s=1, max_s=60, stable_s=300)
+    event = RetryDue(life.generation) if life.restart else LoadAsked(Cause.REQUEST)
+    life, _ = step(life, event, now, rule)
+    for event in (Started(life.generation), BecameReady(life.generation)):
+        life, _ = step(life, event, now, rule)
+    return step(life, Exited(life.generation, cause), now + served, rule)
+
+
+def test_restarts_back_off_and_good_service_forgives():
+    life, waits, now = Life(), [], 0.0
+    for _ in range(5):
+        life, effects = crash(life, now, served=1.0)
+        waits.append(effects[-1].at - now - 1.0)
+        now = effects[-1].at
+    assert waits == [0, 1, 2, 4, 8] and life.strikes == 5
+    life, effects = crash(life, now, served=300.0)
+    assert effects[-1].at == now + 300.0 and life.strikes == 1
+
+
+def test_a_restart_that_fails_is_planned_again_and_a_requests_attempt_is_not():
+    life, _ = run(*READY, Exited(1), RetryDue(1))
+    life, effects = step(life, LoadFailed(2), 10.0)
+    assert effects[-1] == RetryPlanned(2, 11.0) and life.restart
+    life, effects = run(LoadAsked(Cause.REQUEST), LoadFailed(1))
+    assert not life.restart and not any(isinstance(e, RetryPlanned) for e in effects)
+
+
+def test_requests_come_too_soon_after_their_second_failed_attempt():
+    life, _ = run(LoadAsked(Cause.REQUEST), LoadFailed(1), LoadAsked(Cause.REQUEST))
+    life, _ = step(life, LoadFailed(2), 10.0)
+    assert step(life, LoadAsked(Cause.REQUEST), 10.5) == (life, (TooSoon(11.0),))
+    assert step(life, LoadAsked(Cause.REQUEST), 11.0)[1][-1] == StartEngine(3, Cause.REQUEST)
+    assert step(life, LoadAsked(Cause.OPERATOR), 10.5)[1][-1] == StartEngine(3, Cause.OPERATOR)
+
+
+def test_a_stop_forgets_the_plan_and_the_strikes():
+    life, _ = run(*READY, Exited(1), StopAsked(Cause.OPERATOR))
+    assert (life.operational, life.restart, life.strikes, life.retry_at) == (S.UNLOADED, False, 0, None)
+    assert run(RetryDue(1), life=life) == (life, [])
+
+
+def test_a_blocked_model_is_not_restarted():
+    life, effects = run(*READY, AdminSet(AdminState.BLOCKED, "x"), Exited(1), RetryDue(1))
+    assert life.operational is S.FAILED and not life.restart
+    assert not [e for e in effects if isinstance(e, StartEngine)][1:]
+    assert run(RetryDue(1), life=life) == (life, [])
+
+
+def test_without_restarts_a_crash_waits_for_the_next_request():
+    off = Backoff(first_s=0)
+    life, _ = run(*READY)
+    life, effects = step(life, Exited(1), 5.0, off)
+    assert not life.restart and effects[-1] == EngineLost(1, Cause.CRASH)
+    assert step(life, LoadAsked(Cause.REQUEST), 5.0, off)[1][-1] == StartEngine(2, Cause.REQUEST)
 
 
 def test_a_failed_attempt_may_be_tried_again():
@@ -112,7 +184,9 @@ def test_a_gate_set_while_stopping_refuses_the_load_that_waited():
     assert life.operational is S.UNLOADED and effects[-1] == LoadRefused(AdminState.BLOCKED, "x")
 
 
-@pytest.mark.parametrize("event", [Started(0), BecameReady(0), LoadFailed(0), Exited(0), Stopped(0)])
+@pytest.mark.parametrize(
+    "event", [Started(0), BecameReady(0), LoadFailed(0), Exited(0), Stopped(0), RetryDue(0)]
+)
 def test_stale_generations_change_nothing(event):
     for events in (READY[:1], READY[:2], READY, (*READY, StopAsked(Cause.FORCE))):
         life, _ = run(*events)
@@ -129,16 +203,18 @@ def test_the_table_is_what_is_legal():
         Exited(5),
         Stopped(5),
         StopAsked(Cause.TTL),
+        RetryDue(5),
     ]
     for state in S:
         for event in events:
-            life = Life(state, generation=5)
+            life = Life(state, generation=5, restart=state is S.FAILED)
             wanted = TABLE[state].get(type(event))
             if wanted is None:
                 with pytest.raises(IllegalEvent, match=f"{type(event).__name__} in state {state.value}"):
                     step(life, event)
             else:
-                assert step(life, event)[0].operational is wanted
+                joins = state is S.FAILED and isinstance(event, LoadAsked)
+                assert step(life, event)[0].operational is (S.FAILED if joins else wanted)
 
 
 _generation = st.integers(0, 8)
@@ -151,6 +227,7 @@ _events = st.one_of(
     st.builds(LoadFailed, _generation),
     st.builds(Exited, _generation),
     st.builds(Stopped, _generation),
+    st.builds(RetryDue, _generation),
     st.builds(AdminSet, st.sampled_from(AdminState)),
 )
 

@@ -147,7 +147,7 @@ async def test_silence_is_counted_and_the_snapshot_ages(made, monkeypatch):
     troubles = []
     engine = Engine(BUSY)
     one, seen, _ = made(
-        engine, on_failed_polls=lambda count, error: troubles.append((count, error.timed_out))
+        engine, on_failed_polls=lambda count, error, asked: troubles.append((count, error.timed_out))
     )
     await eventually(lambda: seen, 2)
     engine.answer = ProbeError("no answer", timed_out=True)

@@ -16,7 +16,8 @@ import pytest
 from proxy.backends.command import Command
 from proxy.backends.listening import Owner, Reservation, own_port, owner
 from proxy.backends.logtail import LogTail
-from proxy.backends.process import EngineProcess, LogFile, describe_exit
+from proxy.backends.output import LogFile
+from proxy.backends.process import EngineProcess, describe_exit
 from tests.backends.conftest import alive, eventually
 
 ROOT = Path(__file__).resolve().parents[2]

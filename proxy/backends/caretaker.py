@@ -1,0 +1,73 @@
+"""Unloads models that nobody has used for their `ttl_s`, unless something is kept awake; lets leases run out."""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Final
+
+from proxy import logs
+from proxy.backends.leasing import Leasing
+from proxy.backends.runner import ModelRunner
+from proxy.clock import Clock
+
+LOOK_S: Final = 1.0
+"""How often it looks; a shorter ttl is met a fraction of itself late."""
+LOOKS_PER_TTL: Final = 10.0
+_log = logs.get("backends")
+
+
+def idle_for(idle_since: float | None, now: float) -> float:
+    """Return for how long a model has been idle, 0 while it is not."""
+    return 0.0 if idle_since is None else max(0.0, now - idle_since)
+
+
+class Caretaker:
+    """One task for the whole fleet. It never stops anything itself: it asks for an unload."""
+
+    def __init__(
+        self,
+        runners: Mapping[str, ModelRunner],
+        ttl_s: Mapping[str, float],
+        *,
+        leasing: Leasing,
+        wanted: Callable[[str], bool],
+        unload: Callable[[str], object],
+        clock: Clock,
+    ) -> None:
+        """`ttl_s` has the models that may be unloaded; `wanted` tells whether requests wait for or use one."""
+        self._runners = runners
+        self._ttl_s = ttl_s
+        self._leasing = leasing
+        self._wanted = wanted
+        self._unload = unload
+        self._clock = clock
+        self._every_s = min([LOOK_S, *(ttl / LOOKS_PER_TTL for ttl in ttl_s.values())])
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin looking."""
+        self._task = asyncio.create_task(self._run(), name="caretaker")
+
+    async def stop(self) -> None:
+        """Look no more. Idempotent."""
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+            await asyncio.wait((task,))
+
+    def look(self) -> None:
+        """Look once."""
+        self._leasing.expire()
+        if self._leasing.awake():
+            return
+        now = self._clock()
+        for name, ttl_s in self._ttl_s.items():
+            if idle_for(self._runners[name].idle_since, now) >= ttl_s and not self._wanted(name):
+                self._unload(name)
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(self._every_s)
+            try:
+                self.look()
+            except Exception:
+                _log.exception("the caretaker failed")

@@ -1,0 +1,114 @@
+"""Keeps the operators' gates: applies them, remembers them across proxies, and lets jobs drain a model meanwhile."""
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Final
+
+from proxy import logs
+from proxy.backends.gates import MAX_REASON, OPEN, Gate, GateMode, decode, effective, encode
+from proxy.backends.ports import GateChanged, Listener, Requests
+from proxy.clock import wall
+from proxy.metrics import Metrics
+from proxy.state import StateDir
+from proxy.types import NOBODY, AdminState, Audit
+
+FILE: Final = "gates.json"
+_log = logs.get("backends")
+Apply = Callable[[str, Gate], None]
+"""Puts a gate on a model's own life: loads by requests are refused behind it."""
+
+
+class Gatekeeper:
+    """One gate per model. What holds is the operator's gate, or a job's draining over an open one."""
+
+    def __init__(
+        self,
+        models: tuple[str, ...],
+        *,
+        state: StateDir,
+        requests: Requests,
+        apply: Apply,
+        metrics: Metrics,
+        tell: Listener,
+    ) -> None:
+        self._gates = dict.fromkeys(models, OPEN)
+        self._draining: dict[str, list[Gate]] = {name: [] for name in models}
+        self._state = state
+        self._requests = requests
+        self._apply_to_life = apply
+        self._metrics = metrics
+        self._tell = tell
+        self._saving = asyncio.Lock()
+        for name in models:
+            metrics.gate_blocked.labels(name).set(0)
+
+    def restore(self) -> None:
+        """Apply the gates that an earlier proxy left; a model that is no more is forgotten."""
+        for name, gate in (self._state.read(FILE, decode) or {}).items():
+            if name in self._gates:
+                _log.info("gate restored", model=name, state=gate.state.value, reason=gate.reason)
+                self._gates[name] = gate
+                self._apply(name)
+
+    def gate(self, model: str) -> Gate:
+        """Return the operator's gate of a model."""
+        return self._gates[model]
+
+    def effective(self, model: str) -> Gate:
+        """Return what holds now for new requests."""
+        draining = self._draining[model]
+        return effective(self._gates[model], draining[-1] if draining else None)
+
+    def all(self) -> Mapping[str, Gate]:
+        """Return every model's operator gate."""
+        return dict(self._gates)
+
+    def set(self, model: str, gate: Gate) -> None:
+        """Set a gate, effective before this returns; `save` makes it last."""
+        before = self._gates[model]
+        self._gates[model] = gate
+        _log.info(
+            "gate",
+            model=model,
+            state=gate.state.value,
+            mode=gate.mode,
+            reason=gate.reason,
+            key=gate.audit.key,
+            address=gate.audit.address,
+            before=before.state.value,
+        )
+        self._apply(model)
+
+    async def save(self) -> str:
+        """Write the gates down; return an empty text, or why they will not survive the proxy."""
+        async with self._saving:
+            return await asyncio.to_thread(self._state.write, FILE, encode(self._gates))
+
+    @contextlib.contextmanager
+    def draining(self, model: str, gate: Gate) -> Iterator[None]:
+        """Let the model drain while the block runs; jobs may overlap."""
+        self._draining[model].append(gate)
+        self._apply(model)
+        try:
+            yield
+        finally:
+            self._draining[model].remove(gate)
+            self._apply(model)
+
+    def _apply(self, model: str) -> None:
+        gate = self.effective(model)
+        self._metrics.gate_blocked.labels(model).set(not gate.open)
+        self._apply_to_life(model, gate)
+        self._requests.gate(model, gate)
+        self._tell(GateChanged(model, gate))
+
+
+def blocked(reason: str, mode: GateMode = "hold", audit: Audit = NOBODY) -> Gate:
+    """Return a gate that lets no new request pass: they wait, or are refused with the reason."""
+    return Gate(AdminState.BLOCKED, reason[:MAX_REASON], mode, audit, wall())
+
+
+def opened(audit: Audit = NOBODY) -> Gate:
+    """Return an open gate with who opened it."""
+    return Gate(AdminState.ENABLED, "", "hold", audit, wall())

@@ -1,0 +1,111 @@
+"""A ready backend of one generation: its connections, its mirror, its sentinel, and its orderly end."""
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from typing import Final
+
+from proxy import logs
+from proxy.backends import modelfile, probes
+from proxy.backends.bringup import Recipe, Running
+from proxy.backends.command import batch_tokens
+from proxy.backends.mirror import Mirror
+from proxy.backends.process import StopReport
+from proxy.backends.sentinel import Lost, Sentinel
+from proxy.backends.watchdog import Rules
+from proxy.clock import Clock
+from proxy.errors import ProxyError
+from proxy.metrics import Metrics
+from proxy.types import BackendKey, Snapshot
+
+LET_GO_S: Final = 0.3
+"""How long requests of a stopped backend have to write their error event before sockets are cut."""
+
+_log = logs.get("backends")
+
+
+class Live:
+    """What is there while a backend is ready. `lost` is told once when it goes by itself."""
+
+    def __init__(
+        self,
+        key: BackendKey,
+        running: Running,
+        recipe: Recipe,
+        *,
+        metrics: Metrics,
+        clock: Clock,
+        on_snapshot: Callable[[Snapshot], None],
+        lost: Lost,
+    ) -> None:
+        self.key: Final = key
+        self.running: Final = running
+        self._recipe = recipe
+        self._on_snapshot = on_snapshot
+        client = running.client
+        self.sentinel: Final = Sentinel(
+            key, running.process, _rules(recipe), metrics=metrics, clock=clock, lost=lost
+        )
+        self.mirror: Final = Mirror(
+            key,
+            lambda since: probes.slots(client, since),
+            clock=clock,
+            metrics=metrics,
+            on_snapshot=self._seen,
+            on_failed_polls=self.sentinel.failed,
+            # of one that was taken over the first events are not all of its life
+            engine_is_ours=running.process is not None and running.process.child,
+            working=lambda: client.exchanges,
+        )
+
+    def _seen(self, snapshot: Snapshot) -> None:
+        self._on_snapshot(snapshot)
+        self.sentinel.seen(snapshot)
+
+    def renounce(self) -> None:
+        """Note that the process is being ended, should the proxy die now. Takes effect before it returns."""
+        if self.running.run is not None:
+            self._recipe.runs.renounce(self.running.run)
+
+    async def let_go(self, error: ProxyError) -> None:
+        """Stop polling, give requests a moment to write their error, then close every connection."""
+        await self.mirror.stop()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LET_GO_S):
+                await self.running.client.idle()
+        await self.running.client.close(error.message)
+
+    async def clear(self, error: ProxyError) -> StopReport | None:
+        """Clear away what is left of a backend that was lost."""
+        await self.mirror.stop()
+        await self.running.client.close(error.message)
+        return await end(self._recipe, self.running, 0)
+
+    async def detach(self) -> None:
+        """Let the process run on for the next proxy."""
+        process = self.running.process
+        if process is not None:
+            _log.info("engine kept", model=self.key.model, pid=process.pid)
+            await process.detach()
+
+
+async def end(recipe: Recipe, running: Running, grace_s: float) -> StopReport | None:
+    """Stop the process, and forget its record once nothing of it is left."""
+    if running.process is None:
+        return None
+    report = await running.process.stop(grace_s)
+    if running.run is not None and not report.left:
+        recipe.runs.forget(running.run)
+    return report
+
+
+def _rules(recipe: Recipe) -> Rules | None:
+    model = recipe.model
+    if model.wedge_after_s is None:
+        return None
+    return Rules(
+        model.wedge_after_s,
+        probes.TIMEOUT_S,
+        modelfile.size(model.path),
+        batch_tokens(model, recipe.defaults),
+    )

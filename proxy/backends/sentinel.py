@@ -1,0 +1,99 @@
+"""Watches one ready backend and says once when it is lost: it ended, closed its port, or is wedged.
+
+A remote engine is lost when it does not answer; it is not ours to judge further.
+"""
+
+from collections.abc import Callable
+from typing import Final
+
+from proxy import logs
+from proxy.backends.client import ProbeError
+from proxy.backends.process import EngineProcess, describe_exit
+from proxy.backends.watchdog import Rules, Watchdog, Wedged
+from proxy.clock import Clock
+from proxy.errors import ErrorCode, ProxyError
+from proxy.metrics import Metrics
+from proxy.types import BackendKey, Cause, Snapshot
+
+REMOTE_LOST_POLLS: Final = 3
+DEAF_POLLS: Final = 2
+"""Failed polls in a row, the last one refused, after which a living process counts as lost."""
+
+_log = logs.get("backends")
+Lost = Callable[[BackendKey, Cause, ProxyError], None]
+
+
+class Sentinel:
+    """One generation's watch. `process` is None for a remote engine; `rules` None switches the watchdog off."""
+
+    def __init__(
+        self,
+        key: BackendKey,
+        process: EngineProcess | None,
+        rules: Rules | None,
+        *,
+        metrics: Metrics,
+        clock: Clock,
+        lost: Lost,
+    ) -> None:
+        """`lost` is told at most once, with the cause and the error for everybody who had a request there."""
+        self._key: Final = key
+        self._process = process
+        self._metrics = metrics
+        self._clock = clock
+        self._lost: Lost | None = lost
+        self._dog = Watchdog(rules, clock()) if rules is not None and process is not None else None
+
+    def dismiss(self) -> None:
+        """Say nothing any more: the backend is being stopped on purpose."""
+        self._lost = None
+
+    async def watch_exit(self) -> None:
+        """Wait for the end of the process; an expected one is the stop's business."""
+        if self._process is None:
+            return
+        code = await self._process.exited()
+        words = self._process.tail.words()
+        text = f"the engine of model {self._key.model!r} {describe_exit(code)} unexpectedly"
+        self._tell(Cause.CRASH, ErrorCode.UPSTREAM_ERROR, f"{text}{': ' + words if words else ''}")
+
+    def seen(self, snapshot: Snapshot) -> None:
+        """Take an answer of `/slots`."""
+        if self._dog is not None and (found := self._dog.seen(snapshot)) is not None:
+            self._wedged(found)
+
+    def failed(self, count: int, error: ProbeError, asked_at: float) -> None:
+        """Take a poll without a usable answer, the `count`-th in a row."""
+        model = self._key.model
+        if self._process is None:
+            if count >= REMOTE_LOST_POLLS:
+                text = f"the remote engine of model {model!r} does not answer any more: {error}"
+                self._tell(Cause.CRASH, ErrorCode.UPSTREAM_ERROR, text)
+            return
+        if error.refused and count >= DEAF_POLLS:
+            # llama-server told to stop closes its port, answers nothing and waits for its clients to leave: for us
+            text = f"the engine of model {model!r} closed its port although nobody here stopped it (was it sent a signal?)"
+            self._tell(Cause.CRASH, ErrorCode.UPSTREAM_ERROR, text)
+            return
+        if self._dog is None:
+            return
+        if not error.timed_out:
+            self._dog.refused()
+        elif self._process.code is None and (found := self._dog.silent(asked_at, self._clock())) is not None:
+            self._wedged(found)
+
+    def _wedged(self, found: Wedged) -> None:
+        words = self._process.tail.words() if self._process else ""
+        text = f"the engine of model {self._key.model!r} makes no progress: {found.words}"
+        if words:
+            text += f"; its last words: {words}"
+        self._tell(Cause.WEDGE, ErrorCode.UPSTREAM_WEDGED, text)
+
+    def _tell(self, cause: Cause, code: ErrorCode, text: str) -> None:
+        tell, self._lost = self._lost, None
+        if tell is None:
+            return
+        model = self._key.model
+        (self._metrics.wedges if cause is Cause.WEDGE else self._metrics.crashes).labels(model).inc()
+        _log.error("engine lost", model=model, generation=self._key.generation, cause=cause.value, error=text)
+        tell(self._key, cause, ProxyError(code, text))

@@ -1,0 +1,301 @@
+"""Unload, drain and force-unload: how a model's requests and its process end, in which order.
+
+`drain` and `unload` let running requests finish until a deadline and name those that were cut at it. `force` is
+bounded by the model's grace + 2 s whatever the engine does:
+
+1. in one synchronous step: the model drains (no grant, no load) and its generation is bumped, so that everything
+   which names the old one is stale; 2. waiting requests end; 3. running ones are told why, and only then their
+sockets are closed; 4. TERM, TERM, KILL; 5. the process and its children are verified to be gone; 6. the books are
+looked at again, and the answer is given.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import replace
+from typing import Any, Final
+
+from proxy import logs
+from proxy.backends.desk import Desk
+from proxy.backends.gatekeeper import Gatekeeper, blocked, opened
+from proxy.backends.gates import Gate, GateMode
+from proxy.backends.jobs import Job, JobKind, JobState, Progress
+from proxy.backends.ports import Requests
+from proxy.backends.process import StopReport
+from proxy.backends.runner import ModelRunner
+from proxy.backends.views import Then, UnloadReport
+from proxy.clock import Clock
+from proxy.errors import ErrorCode, ProxyError
+from proxy.metrics import Metrics
+from proxy.settings import Model
+from proxy.types import AdminState, Audit, Cause
+
+LOOK_S: Final = 0.05
+FORCE_MARGIN_S: Final = 1.9
+"""What a force-unload may take beyond its grace before it answers with what is left."""
+CLOSE_S: Final = 1.0
+"""What a force-unload may take to answer after the fleet has stopped everything."""
+SETTLE_S: Final = 0.1
+"""The least time given to requests that were told to end before the books are looked at."""
+
+_log = logs.get("backends")
+
+
+class Unloads:
+    """Ends models. One per fleet; jobs are single-flight per model and kind."""
+
+    def __init__(
+        self,
+        *,
+        runner: Callable[[str], ModelRunner],
+        model: Callable[[str], Model],
+        gates: Gatekeeper,
+        requests: Requests,
+        desk: Desk,
+        metrics: Metrics,
+        clock: Clock,
+    ) -> None:
+        self._runner = runner
+        self._model = model
+        self._gates = gates
+        self._requests = requests
+        self._desk = desk
+        self._metrics = metrics
+        self._clock = clock
+        self._tasks: dict[str, asyncio.Task[Any]] = {}
+        self._blocked: set[str] = set()
+
+    async def close(self) -> None:
+        """End the jobs under way: the models are stopped by somebody else. A force-unload may still answer."""
+        tasks = dict(self._tasks)
+        for job_id, task in tasks.items():
+            job = self._desk.get(job_id)
+            if job is None or job.kind is not JobKind.FORCE:
+                task.cancel()
+        if tasks:
+            _, late = await asyncio.wait(tasks.values(), timeout=CLOSE_S)
+            for task in late:
+                task.cancel()
+            if late:
+                await asyncio.wait(late)
+
+    # -- drain and unload -------------------------------------------------------------------------------
+
+    def begin(
+        self,
+        model: str,
+        *,
+        kind: JobKind,
+        deadline_s: float,
+        cause: Cause,
+        audit: Audit,
+        then: Then,
+        reason: str,
+        mode: GateMode,
+    ) -> Job:
+        """Start an unload (or, `kind` drain, only its first half) as a job, or return the one under way."""
+        job, new = self._desk.open(kind, model, cause, audit)
+        if new:
+            after = blocked(reason or f"{kind.value}ed", mode, audit) if then is Then.BLOCK else None
+            work = self._unload_job(job, deadline_s, after, reason, mode)
+            self._task(job, work)
+        return job
+
+    async def _unload_job(
+        self, job: Job, deadline_s: float, after: Gate | None, reason: str, mode: GateMode
+    ) -> None:
+        model = job.model
+        draining = Gate(AdminState.DRAINING, reason or "unloading", mode, job.audit)
+        try:
+            with self._gates.draining(model, draining):
+                cut = await self._drained(model, deadline_s, job)
+                report = None
+                if job.kind is JobKind.UNLOAD:
+                    if not cut:
+                        self._desk.advance(job.id, Progress("saving", requests_left=0))
+                        await self._runner(model).save_slots()
+                    self._desk.advance(job.id, Progress("stopping", requests_left=0))
+                    report = await self._stopped(model, job.cause, reason)
+                    self._metrics.unload_seconds.labels(model, "false").observe(report.seconds)
+                if after is not None:
+                    self._gates.set(model, after)
+            problem = await self._gates.save() if after is not None else ""
+        except asyncio.CancelledError:
+            self._desk.close(job.id, JobState.CANCELLED, error="the proxy is shutting down")
+            raise
+        except Exception as error:
+            _log.exception("job failed", job=job.id, model=model)
+            self._desk.close(job.id, JobState.FAILED, error=f"{error}", code=ErrorCode.INTERNAL_ERROR.value)
+            return
+        result = _result(report, problem)
+        if report is not None and report.left:
+            words = f"processes {', '.join(map(str, report.left))} outlived a KILL"
+            self._desk.close(job.id, JobState.FAILED, error=words, cut=cut, result=result)
+        elif self._desk.running(model, JobKind.FORCE) is not None:
+            words = "a force-unload took its place"
+            self._desk.close(job.id, JobState.CANCELLED, error=words, cut=cut, result=result)
+        else:
+            self._desk.close(job.id, JobState.DONE, cut=cut, result=result)
+
+    async def unload(self, model: str, *, deadline_s: float, force: bool, cause: Cause) -> UnloadReport:
+        """Stop a model without a job; see `Fleet.unload`."""
+        runner, began = self._runner(model), self._clock()
+        before = runner.life.operational
+        if force:
+            cut = runner.exchanges
+            report = await self._stopped(model, cause, "")
+        else:
+            with self._gates.draining(model, Gate(AdminState.DRAINING, "unloading")):
+                await self._drained(model, deadline_s, None)
+                cut = runner.exchanges
+                report = await self._stopped(model, cause, "")
+        seconds = self._clock() - began
+        self._metrics.unload_seconds.labels(model, str(force).lower()).observe(seconds)
+        return UnloadReport(
+            model, before, force, cut=cut, code=report.code, signals=report.signals, left=report.left,
+            seconds=seconds,
+        )  # fmt: skip
+
+    async def _drained(self, model: str, deadline_s: float, job: Job | None) -> tuple[str, ...]:
+        """Wait until nothing runs; at the deadline return who still does."""
+        until = self._clock() + deadline_s
+        while True:
+            running = self._requests.live(model).running
+            left = max(len(running), self._runner(model).exchanges)
+            if job is not None:
+                self._desk.advance(job.id, Progress("draining", requests_left=left))
+            if left == 0:
+                return ()
+            rest = until - self._clock()
+            if rest <= 0:
+                return running
+            await asyncio.sleep(min(LOOK_S, rest))
+
+    async def _stopped(self, model: str, cause: Cause, reason: str) -> UnloadReport:
+        """Stop the process now and wait until it is gone."""
+        runner, began = self._runner(model), self._clock()
+        before = runner.life.operational
+        grace_s = self._model(model).stop.grace_s
+        report = await runner.ask_stop(cause, grace_s, _unloaded(model, cause, reason))
+        return UnloadReport(
+            model, before, forced=False, code=report.code, signals=report.signals, left=report.left,
+            seconds=self._clock() - began,
+        )  # fmt: skip
+
+    # -- force ------------------------------------------------------------------------------------------
+
+    async def force(
+        self, model: str, *, then: Then, reason: str, mode: GateMode, audit: Audit
+    ) -> UnloadReport:
+        """End everything of a model now; answers within its grace + 2 s. Twice at once is one, `block` wins."""
+        job, new = self._desk.open(JobKind.FORCE, model, Cause.FORCE, audit)
+        if new:
+            # up to its first await this is one step, in which the generation is bumped: not a task yet
+            self._task(job, self._cut(job, reason))
+        if then is Then.BLOCK:
+            # after the cut: a gate that rejects would refuse those who are to be told of the unload
+            self._blocked.add(model)
+            self._gates.set(model, blocked(reason, mode, audit))
+        task: asyncio.Task[UnloadReport] = self._tasks[job.id]
+        report = await asyncio.shield(task)
+        return replace(report, problem=await self._gates.save())
+
+    def _cut(self, job: Job, reason: str) -> Coroutine[Any, Any, UnloadReport]:
+        """Steps 1 and 2, and the first half of 3; the rest is returned."""
+        model, began = job.model, self._clock()
+        runner, live = self._runner(model), self._requests.live(model)
+        status, exchanges = runner.status(), runner.exchanges
+        error = _unloaded(model, Cause.FORCE, reason)
+        draining = contextlib.ExitStack()
+        gate = Gate(AdminState.DRAINING, reason or "unloading", "hold", job.audit)
+        draining.enter_context(self._gates.draining(model, gate))
+        stopping = runner.ask_stop(Cause.FORCE, self._model(model).stop.grace_s, error)
+        self._requests.end(model, error)
+        self._metrics.forced_cancels.labels(model).inc(len(live.waiting) + len(live.running))
+        report = UnloadReport(
+            model,
+            status.state,
+            forced=True,
+            cut=exchanges,
+            queued=len(live.waiting),
+            running=max(exchanges, len(live.running)),
+            names=live.running + live.waiting,
+            job=job.id,
+        )
+        return self._rest(job, report, status.pid, stopping, draining, began)
+
+    async def _rest(
+        self,
+        job: Job,
+        report: UnloadReport,
+        pid: int | None,
+        stopping: Awaitable[StopReport],
+        draining: contextlib.ExitStack,
+        began: float,
+    ) -> UnloadReport:
+        """From the closing of sockets on."""
+        model, until = job.model, began + self._model(job.model).stop.grace_s + FORCE_MARGIN_S
+        with draining:
+            self._desk.advance(job.id, Progress("stopping"))
+            gone = asyncio.ensure_future(stopping)
+            await asyncio.wait({gone}, timeout=until - self._clock())
+            done = gone.result() if gone.done() else StopReport(None, (), () if pid is None else (pid,))
+            await self._requests.settled(model, max(SETTLE_S, until - self._clock()))
+            live = self._requests.live(model)
+            unsettled = {*live.running, *live.waiting}.intersection(report.names)
+            if model not in self._blocked and not self._gates.gate(model).open:
+                self._gates.set(model, opened(job.audit))
+            self._blocked.discard(model)
+        seconds = self._clock() - began
+        self._metrics.unload_seconds.labels(model, "true").observe(seconds)
+        report = replace(
+            report,
+            code=done.code,
+            signals=done.signals,
+            left=done.left,
+            seconds=seconds,
+            unsettled=tuple(sorted(unsettled)),
+        )
+        self._end_force(job, report)
+        return report
+
+    def _end_force(self, job: Job, report: UnloadReport) -> None:
+        words = ""
+        if report.left:
+            words = f"processes {', '.join(map(str, report.left))} outlived a KILL"
+        elif report.unsettled:
+            words = f"{len(report.unsettled)} requests did not end"
+        state = JobState.FAILED if words else JobState.DONE
+        result = _result(report, "") | {"queued": report.queued, "running": report.running}
+        self._desk.close(job.id, state, error=words, cut=report.names, result=result)
+
+    # -- tasks ------------------------------------------------------------------------------------------
+
+    def _task(self, job: Job, work: Coroutine[Any, Any, Any]) -> None:
+        task = asyncio.create_task(work, name=f"{job.kind.value}:{job.model}")
+        self._tasks[job.id] = task
+
+        def ended(done: asyncio.Task[Any]) -> None:
+            self._tasks.pop(job.id, None)
+            error = None if done.cancelled() else done.exception()
+            if error is not None:
+                _log.error("a job failed", job=job.id, exc_info=error)
+            words = str(error or "the proxy is shutting down")
+            state = JobState.FAILED if error else JobState.CANCELLED
+            self._desk.close(job.id, state, error=words)
+
+        task.add_done_callback(ended)
+
+
+def _unloaded(model: str, cause: Cause, reason: str) -> ProxyError:
+    """Return the error of those who had a request there."""
+    by = "by an operator" if cause in (Cause.FORCE, Cause.OPERATOR) else f"({cause.value})"
+    text = f"model {model!r} was unloaded {by}" + (f": {reason}" if reason else "")
+    return ProxyError(ErrorCode.MODEL_UNLOADED, text)
+
+
+def _result(report: UnloadReport | None, problem: str) -> dict[str, Any]:
+    result: dict[str, Any] = {"warning": problem} if problem else {}
+    if report is not None:
+        result |= {"exit_code": report.code, "signals": list(report.signals), "left": list(report.left)}
+    return result
