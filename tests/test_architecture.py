@@ -48,9 +48,9 @@ THIRD_PARTY_ROOMS = {
 
 PURE = {
     *("types", "errors", "headers", "sse", "catalog"),
-    *("admission.core", "admission.cost", "admission.ledger", "admission.model", "admission.order"),
-    *("backends.lifecycle", "backends.command", "backends.slots", "backends.backoff", "backends.watchdog"),
+    *("backends.lifecycle", "backends.command", "backends.slots", "backends.backoff"),
     *(
+        "backends.watchdog",
         "backends.jobs",
         "backends.gates",
         "backends.leases",
@@ -58,8 +58,7 @@ PURE = {
         "backends.runrecord",
         "backends.words",
     ),
-    "backends.reconcile",
-    "backends.phases",
+    *("backends.reconcile", "backends.phases"),
     *(
         "observe.records",
         "observe.target",
@@ -81,7 +80,6 @@ PURE = {
         "admission.records",
     ),
     *("admission.retry", "admission.shape", "admission.state", "admission.views", "admission.waiting"),
-    *("backends.lifecycle", "backends.command", "backends.slots"),
 }
 IMPURE_IMPORTS = {"asyncio", "socket", "subprocess", "time", "logging", "threading", "aiohttp", "os"}
 
