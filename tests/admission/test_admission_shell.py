@@ -12,7 +12,7 @@ from proxy.admission.events import Granted
 from proxy.errors import ErrorCode, ProxyError
 from proxy.metrics import Metrics
 from proxy.settings import Admission as AdmissionSettings
-from proxy.settings import Budgets, Model, Settings
+from proxy.settings import ApiKey, Budgets, Model, Server, Settings
 from proxy.types import (
     AdminState,
     EngineInfo,
@@ -577,6 +577,34 @@ async def test_metrics_tell_the_truth(make, metrics):
     assert sample(metrics, "queue_size", model="m", priority="normal") == 0
 
 
+async def test_keys_have_a_series_each_and_strangers_one(metrics, fleet):
+    keys = [ApiKey(name="alice", key="secret-a"), ApiKey(name="bob", key="secret-b")]
+    settings = Settings(models={"m": Model(path="/m")}, server=Server(api_keys=keys))
+    admission = Admission(settings, metrics, fleet)
+    admission.backend_ready(KEY, EngineInfo(4, 4096))
+    assert sample(metrics, "key_virtual_counter", key="bob") == 0
+    tickets = [
+        admission.submit(spec(key, key=key, prompt_bytes=400 * size))
+        for size, key in enumerate(("alice", "10.0.0.1", "10.0.0.2"), start=1)
+    ]
+    assert sample(metrics, "key_virtual_counter", key="alice") == pytest.approx(100)
+    assert sample(metrics, "key_virtual_counter", key="other") >= 300
+    assert sample(metrics, "key_virtual_counter", key="10.0.0.1") is None
+    for ticket in tickets:
+        ticket.release(Outcome.COMPLETED)
+    admission.close()
+
+
+async def test_a_load_that_waits_for_others_says_so(make):
+    admission = make()
+    ticket = admission.submit(spec("a"))
+    admission.swap_wait("m", waiting=True)
+    assert ticket.reason is Reason.SWAP_WAIT
+    admission.swap_wait("m", waiting=False)
+    assert ticket.reason is Reason.MODEL_LOADING
+    ticket.release(Outcome.CANCELLED)
+
+
 async def test_mirrored_states_are_seen_by_the_requester(make, metrics):
     admission = make(slots=4, policy=PhasePolicy.DRAIN)
     ticket = admission.submit(spec("a"))
@@ -598,3 +626,18 @@ def test_limits_come_from_the_settings():
     assert (limits.max_queue, limits.queue_timeout_s, limits.gather_ms) == (None, None, 7)
     assert (limits.of("m").max_queue, limits.of("m").load_timeout_s) == (3, None)
     assert limits.of("unknown").max_queue is None
+    assert (limits.fair_share, limits.recall, limits.shape, limits.age_after_s) == (True, True, False, 60.0)
+    policy = AdmissionSettings(
+        fair_share=False,
+        recall=False,
+        age_after_s=0,
+        age_every_grants=3,
+        cohort_shape=True,
+        cohort_shape_ratio=2,
+        cohort_shape_max_wait_s=7,
+        fair_decode_weight=5,
+    )
+    limits = limits_of(Settings(admission=policy))
+    assert (limits.fair_share, limits.recall, limits.age_after_s, limits.age_every) == (False, False, None, 3)
+    assert (limits.shape, limits.shape_ratio, limits.shape_max_wait_s) == (True, 2.0, 7.0)
+    assert limits.fair_decode_weight == 5.0
