@@ -135,7 +135,8 @@ class SlotView:
 
     `tag` is the engine's copy of the request's `x-request-id`, empty on a stock engine.
     `prompt_tokens` is the whole prompt where the engine says it (`n_prompt_total`), else None.
-    `held_tokens` is what the slot holds now, prompt and generated.
+    `processed_tokens` are the prompt's computed ones, `cached_tokens` those reused instead; `held_tokens` is what
+    the slot holds now, prompt and generated.
     """
 
     id: int
@@ -146,6 +147,7 @@ class SlotView:
     cohort: int | None = None
     prompt_tokens: int | None = None
     processed_tokens: int | None = None
+    cached_tokens: int | None = None
     held_tokens: int | None = None
     decoded_tokens: int | None = None
     queue_ms: float = 0.0

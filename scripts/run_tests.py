@@ -77,8 +77,8 @@ class Run:
             self._remember()
         return code == 0
 
-    def engine(self, name: str, variable: str, *flags: str) -> bool:
-        """Build an engine (or find it in the cache) and export its llama-server under `variable`."""
+    def engine(self, name: str, variable: str, *flags: str, program: str = "server") -> bool:
+        """Build an engine (or find it in the cache) and export one of its programs under `variable`."""
         if self.env.get(variable):
             print(f"\n== {name}: {variable}={self.env[variable]}", flush=True)
             return True
@@ -88,7 +88,7 @@ class Run:
             [PYTHON, "-m", "proxy", "engine", "path", "--json", *flags],
             cwd=ROOT, env=self.env, check=True, capture_output=True, text=True,
         )  # fmt: skip
-        self.env[variable] = str(json.loads(done.stdout)["server"])
+        self.env[variable] = str(json.loads(done.stdout)[program])
         return True
 
     def table(self) -> str:
@@ -125,6 +125,7 @@ def stages(run: Run) -> None:
     run.stage("fast tests", PYTHON, "-m", "pytest", "-q", "-m", NOT_ENGINE)
     run.engine("pristine engine", "LLAMA_SERVER_STOCK", "--stock")
     run.engine("patched engine", "LLAMA_SERVER_BIN")
+    run.engine("engine harness", "LLAMA_PHASE_HARNESS", "--harness", program="harness")
     run.stage(
         "engine tests",
         PYTHON,

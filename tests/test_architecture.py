@@ -18,10 +18,11 @@ LEAVES = {
     "config",
     "upstream",
 }
-SUBJECTS = {"admission", "backends", "engine"}
+SUBJECTS = {"admission", "backends", "engine", "bench"}
 LAYER_OF = {
     **dict.fromkeys(LEAVES, 1),
     **dict.fromkeys(SUBJECTS, 2),
+    "observe": 3,
     "http": 3,
     "app": 4,
     "cli": 5,
@@ -46,6 +47,17 @@ THIRD_PARTY_ROOMS = {
 
 PURE = {
     *("types", "errors", "headers", "sse", "catalog"),
+    *("backends.lifecycle", "backends.command", "backends.slots", "backends.phases"),
+    *(
+        "observe.records",
+        "observe.target",
+        "observe.clocks",
+        "observe.tally",
+        "observe.tasks",
+        "observe.frames",
+    ),
+    *("observe.account", "observe.summary"),
+    *("bench.matrix", "bench.evidence", "bench.stats", "bench.summary", "bench.plots", "bench.svg"),
     *("admission.accounts", "admission.core", "admission.cost", "admission.decide", "admission.door"),
     *("admission.fair", "admission.ledger", "admission.life", "admission.mirror", "admission.order"),
     *(
@@ -57,7 +69,6 @@ PURE = {
         "admission.records",
     ),
     *("admission.retry", "admission.shape", "admission.state", "admission.views", "admission.waiting"),
-    *("backends.lifecycle", "backends.command", "backends.slots"),
 }
 IMPURE_IMPORTS = {"asyncio", "socket", "subprocess", "time", "logging", "threading", "aiohttp", "os"}
 
@@ -115,6 +126,18 @@ def test_http_does_not_know_backends(name: str, file: Path) -> None:
     """Only the composition root knows both admission and backends."""
     if name.split(".")[0] == "http":
         assert not {i for i in imports(file) if i.startswith(("proxy.backends", "proxy.engine"))}
+
+
+@pytest.mark.parametrize(("name", "file"), MODULES, ids=[name for name, _ in MODULES])
+def test_observation_knows_only_how_to_ask(name: str, file: Path) -> None:
+    """The observer reuses the client, the probes and their pure parsers, and none of what runs engines."""
+    if name.split(".")[0] == "observe":
+        used = {".".join(i.split(".")[:3]) for i in imports(file) if i.startswith("proxy.")}
+        asked = {"proxy.backends.client", "proxy.backends.probes"}
+        pure = {"proxy.backends.slots", "proxy.backends.phases"}
+        mine = {i for i in used if i.startswith("proxy.observe")}
+        leaves = {i for i in used if i.split(".")[1] in LEAVES}
+        assert used - mine - leaves - {"proxy.__version__"} <= asked | pure
 
 
 @pytest.mark.parametrize(("name", "file"), MODULES, ids=[name for name, _ in MODULES])

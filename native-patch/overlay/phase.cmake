@@ -10,6 +10,8 @@ target_sources(server-context PRIVATE
     ${CMAKE_CURRENT_LIST_DIR}/phase-server.cpp
     ${CMAKE_CURRENT_LIST_DIR}/phase-server.h
     ${CMAKE_CURRENT_LIST_DIR}/phase-totals.h
+    ${CMAKE_CURRENT_LIST_DIR}/signal-relay.cpp
+    ${CMAKE_CURRENT_LIST_DIR}/signal-relay.h
 )
 
 # Given by the build tool; a build without them says "unknown".

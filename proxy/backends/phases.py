@@ -27,10 +27,15 @@ class Sealed:
 
 @dataclass(slots=True)
 class Observations:
-    """What one snapshot added. Times in seconds; waits are one per request."""
+    """What one snapshot added. Times in seconds; waits are one per request.
+
+    `intervals` are the phases that ended, with begin and end on the snapshots' clock; the one that was going on
+    when observation began is not among them, because its begin is not known.
+    """
 
     phase_seconds: dict[EnginePhase, float] = field(default_factory=dict)
     durations: list[tuple[EnginePhase, float]] = field(default_factory=list)
+    intervals: list[tuple[EnginePhase, float, float]] = field(default_factory=list)
     seals: list[Sealed] = field(default_factory=list)
     barrier_waits: list[float] = field(default_factory=list)
     native_queues: list[float] = field(default_factory=list)
@@ -143,8 +148,10 @@ class PhaseLedger:
     def _enter(self, phase: EnginePhase, at: float, seen: Observations) -> None:
         if phase is self._phase:
             return
-        if self._entered is not None and self._phase not in (P.UNKNOWN, P.IDLE):
-            seen.durations.append((self._phase, max(0.0, at - self._entered)))
+        if self._entered is not None:
+            seen.intervals.append((self._phase, self._entered, max(self._entered, at)))
+            if self._phase not in (P.UNKNOWN, P.IDLE):
+                seen.durations.append((self._phase, max(0.0, at - self._entered)))
         self._phase, self._entered = phase, at
 
     def _charge(self, until: float, seen: Observations) -> None:

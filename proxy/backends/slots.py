@@ -155,6 +155,7 @@ def _slot(slot: Mapping[str, Any], phase: Mapping[str, Any] | None, where: str) 
         cohort=_optional(phase, "member_cohort" if "member_cohort" in phase else "cohort", at) or None,
         prompt_tokens=_optional(phase, "n_prompt_total", at),
         processed_tokens=_optional(slot, "n_prompt_tokens_processed", where),
+        cached_tokens=_optional(slot, "n_prompt_tokens_cache", where),
         held_tokens=_optional(slot, "n_prompt_tokens", where),
         decoded_tokens=decoded,
         queue_ms=_float(phase, "t_queue_ms", at),

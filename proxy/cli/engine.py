@@ -16,6 +16,7 @@ from proxy.cli.engine_shared import json_option, new_table, plain_errors, print_
 from proxy.cli.progress import ConsoleProgress
 from proxy.engine import (
     BuildOptions,
+    EnginePaths,
     EngineToolError,
     ExitCode,
     Manifest,
@@ -53,6 +54,7 @@ def _flavour_options(function: Callable[P, None]) -> Callable[P, None]:
     )
     @click.option("--release", is_flag=True, help="Use no features of this CPU that others may lack.")
     @click.option("--sanitize", default="", help="Sanitizers for tests: 'address,undefined' or 'thread'.")
+    @click.option("--harness", is_flag=True, help="Also the scheduling harness, llama-phase-harness.")
     @click.option(
         "--stock", is_flag=True, help="Leave the series out: the unpatched engine, for comparisons."
     )
@@ -65,7 +67,10 @@ def _flavour_options(function: Callable[P, None]) -> Callable[P, None]:
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> None:
         taken: dict[str, Any] = {
             name: kwargs.pop(name)
-            for name in ("rpc", "cuda", "cuda_arch", "release", "sanitize", "stock", "llama_cpp_dir")
+            for name in (
+                *("rpc", "harness", "cuda", "cuda_arch", "release", "sanitize", "stock"),
+                "llama_cpp_dir",
+            )
         }
         try:
             kwargs["options"] = _options(**taken)
@@ -79,6 +84,7 @@ def _flavour_options(function: Callable[P, None]) -> Callable[P, None]:
 def _options(
     *,
     rpc: bool,
+    harness: bool,
     cuda: bool | None,
     cuda_arch: str,
     release: bool,
@@ -91,6 +97,7 @@ def _options(
     return dataclasses.replace(
         base,
         rpc=rpc,
+        harness=harness,
         cuda=use_cuda,
         cuda_architectures=cuda_arch or (base.cuda_architectures if use_cuda else ""),
         release=release,
@@ -120,17 +127,20 @@ def build(options: BuildOptions, jobs: int | None, series_dir: Path | None, as_j
     with ConsoleProgress() as progress:
         paths = ensure_engine(dataclasses.replace(options, jobs=jobs), progress, native_patch=series_dir)
     if as_json:
-        click.echo(
-            json.dumps(
-                {"ok": True, "server": str(paths.server), "dir": str(paths.dir), **_summary(paths.manifest)}
-            )
-        )
+        click.echo(json.dumps(_summary(paths)))
         return
     click.echo(f"{paths.server}\n{paths.manifest.identity}\n{paths.manifest.version}\n{paths.manifest.flags}")
+    if paths.harness:
+        click.echo(str(paths.harness))
 
 
-def _summary(manifest: Manifest) -> dict[str, Any]:
+def _summary(paths: EnginePaths) -> dict[str, Any]:
+    manifest = paths.manifest
     return {
+        "ok": True,
+        "server": str(paths.server),
+        "harness": str(paths.harness) if paths.harness else None,
+        "dir": str(paths.dir),
         "identity": manifest.identity,
         "pin": manifest.pin,
         "series": manifest.series,
@@ -147,20 +157,14 @@ def _summary(manifest: Manifest) -> dict[str, Any]:
 @json_option
 @plain_errors
 def path(options: BuildOptions, series_dir: Path | None, as_json: bool) -> None:
-    """Print the built llama-server's path; fail when it is not built."""
+    """Print the path of the built llama-server, with --harness that of the harness; fail when it is not built."""
     found = find_engine(make_plan(options, series_dir))
     if found is None:
         raise EngineToolError(
             "this engine is not built, or its files were changed; run: llama-proxy engine build"
+            + (" --harness" if options.harness else "")
         )
-    if as_json:
-        click.echo(
-            json.dumps(
-                {"ok": True, "server": str(found.server), "dir": str(found.dir), **_summary(found.manifest)}
-            )
-        )
-    else:
-        click.echo(str(found.server))
+    click.echo(json.dumps(_summary(found)) if as_json else str(found.harness or found.server))
 
 
 def _engine_dir(directory: Path | None, options: BuildOptions, series_dir: Path | None) -> Path:

@@ -3,9 +3,11 @@
 import click
 
 from proxy import __version__
+from proxy.cli.bench import bench
 from proxy.cli.config import config, init
 from proxy.cli.engine import engine
 from proxy.cli.serve import serve
+from proxy.cli.watch import watch
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -18,3 +20,5 @@ cli.add_command(serve)
 cli.add_command(init)
 cli.add_command(config)
 cli.add_command(engine)
+cli.add_command(watch)
+cli.add_command(bench)

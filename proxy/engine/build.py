@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -14,6 +15,7 @@ from proxy.engine.cache import Cache, cache_from_environment, file_lock, make_di
 from proxy.engine.errors import EngineToolError, os_errors_below
 from proxy.engine.fetch import fetch, source_archive
 from proxy.engine.finish import finish
+from proxy.engine.harness import cmake_argument, in_tree
 from proxy.engine.manifest import source_identity
 from proxy.engine.options import BuildOptions, identity_definitions
 from proxy.engine.plan import EnginePaths, Plan, find_engine, make_plan
@@ -100,7 +102,8 @@ class _Builder:
             )
         else:
             source = CheckoutSource(plan.options.llama_cpp_dir)
-        result = sync_tree(compose(source, plan.patch_set), self._source)
+        files = itertools.chain(compose(source, plan.patch_set), in_tree(plan.harness))
+        result = sync_tree(files, self._source)
         if (
             isinstance(source, CheckoutSource)
             and identify_checkout(source.root).content_sha256 != plan.content
@@ -143,6 +146,7 @@ class _Builder:
         self._progress.step(0, 0, "configure")
         argv = [tools.cmake, "-S", str(self._source), "-B", str(self._build), "-G", "Ninja"]
         argv += [f"-D{name}={value}" for name, value in defs.items()]
+        argv.append(cmake_argument(plan.harness, self._source))
         self._run("configuring with cmake", argv, _CONFIGURE_TIMEOUT_S, None)
 
     def _compile(self, tools: BuildTools) -> None:

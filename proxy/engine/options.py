@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from proxy.engine.errors import EngineToolError
+from proxy.engine.harness import HARNESS_BINARY
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -29,10 +30,11 @@ class Sanitizer(StrEnum):
 class BuildOptions:
     """One engine flavour. ``jobs`` and ``llama_cpp_dir`` say how and from what, the rest is what the engine is.
 
-    ``stock`` builds the source without our series, for comparisons.
+    ``stock`` builds the source without our series, for comparisons. ``harness`` adds the scheduling harness.
     """
 
     rpc: bool = False
+    harness: bool = False
     cuda: bool = False
     cuda_architectures: str = ""
     release: bool = False
@@ -57,13 +59,19 @@ class BuildOptions:
     @property
     def flavour(self) -> str:
         """A directory name that keeps unlike engines apart."""
-        return f"{self.work_flavour}-stock" if self.stock else self.work_flavour
+        parts = [
+            self.work_flavour,
+            *(["stock"] if self.stock else []),
+            *(["harness"] if self.harness else []),
+        ]
+        return "-".join(parts)
 
     @property
     def work_flavour(self) -> str:
         """A directory name that keeps unlike compilations apart.
 
-        With and without the series is one tree: a build of the other then recompiles only what the series touches.
+        With and without the series is one tree: a build of the other then recompiles only what the series touches. With
+        and without the harness is one tree too: it adds one program to it.
         """
         parts = ["cuda" if self.cuda else "cpu", "portable" if self.release else "native"]
         if self.cuda_architectures:
@@ -91,7 +99,9 @@ class BuildOptions:
     @property
     def targets(self) -> tuple[str, ...]:
         """What ninja is asked for."""
-        return (SERVER_BINARY, RPC_BINARY) if self.rpc else (SERVER_BINARY,)
+        rpc = (RPC_BINARY,) if self.rpc else ()
+        harness = (HARNESS_BINARY,) if self.harness else ()
+        return (SERVER_BINARY, *rpc, *harness)
 
     def definitions(self) -> dict[str, str]:
         """CMake cache entries of this flavour, without those that name the source (see ``identity_definitions``)."""

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 
 from proxy.engine.cache import Cache, cache_from_environment
 from proxy.engine.errors import EngineToolError
+from proxy.engine.harness import HARNESS_BINARY, harness_digest, read_harness
 from proxy.engine.manifest import MANIFEST_NAME, Manifest, read_manifest
 from proxy.engine.options import SERVER_BINARY, BuildOptions
 from proxy.engine.pin import Upstream, find_native_patch, read_upstream
-from proxy.engine.series import PatchSet, read_patch_set
+from proxy.engine.series import OverlayFile, PatchSet, read_patch_set
 from proxy.engine.source import identify_checkout
 from proxy.engine.toolchain import Compiler, find_compiler
 from proxy.engine.verify import verify_files
@@ -33,6 +34,12 @@ class EnginePaths:
     dir: Path
     manifest: Manifest
 
+    @property
+    def harness(self) -> Path | None:
+        """The scheduling harness, where the engine was built with it."""
+        path = self.dir / HARNESS_BINARY
+        return path if self.manifest.entry(HARNESS_BINARY) else None
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -45,6 +52,7 @@ class Plan:
     pin: str
     build_number: int
     content: str
+    harness: tuple[OverlayFile, ...] = ()
 
     @property
     def series(self) -> str:
@@ -54,7 +62,7 @@ class Plan:
     @property
     def key(self) -> str:
         """Name of the finished engine's directory: the same inputs give the same key on the same kind of machine."""
-        parts = {
+        parts: dict[str, object] = {
             "recipe": _RECIPE,
             "content": self.content,
             "pin": self.pin,
@@ -67,6 +75,8 @@ class Plan:
             "compiler_flags": self.compiler.definitions,
             "cpu": self.compiler.cpu_digest,
         }
+        if self.harness:
+            parts["harness"] = harness_digest(self.harness)
         digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
         return f"{self.options.flavour}-{digest}"
 
@@ -85,12 +95,13 @@ def make_plan(options: BuildOptions, native_patch: Path | None = None) -> Plan:
     upstream = read_upstream(patch_dir)
     compiler = find_compiler(options)
     patch_set = PatchSet((), ()) if options.stock else read_patch_set(patch_dir)
+    harness = read_harness(patch_dir) if options.harness else ()
     if options.llama_cpp_dir is None:
-        return Plan(
-            options, upstream, patch_set, compiler, upstream.identity, upstream.build_number, upstream.sha256
-        )
-    own = identify_checkout(options.llama_cpp_dir)
-    return Plan(options, upstream, patch_set, compiler, own.identity, own.build_number, own.content_sha256)
+        pin, number, content = upstream.identity, upstream.build_number, upstream.sha256
+    else:
+        own = identify_checkout(options.llama_cpp_dir)
+        pin, number, content = own.identity, own.build_number, own.content_sha256
+    return Plan(options, upstream, patch_set, compiler, pin, number, content, harness)
 
 
 def find_engine(plan: Plan, cache: Cache | None = None) -> EnginePaths | None:

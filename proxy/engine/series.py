@@ -107,13 +107,18 @@ def read_patch_set(native_patch: Path) -> PatchSet:
 
 def read_overlay(directory: Path) -> tuple[OverlayFile, ...]:
     """Read the overlay's files by name. It is flat: a subdirectory or a link in it is an error."""
+    return read_flat(directory)
+
+
+def read_flat(directory: Path) -> tuple[OverlayFile, ...]:
+    """Read the files of a flat directory by name; none where there is no such directory."""
     if not directory.is_dir():
         return ()
     files = []
     for path in sorted(directory.iterdir()):
         if path.is_symlink() or not path.is_file():
             raise EngineToolError(
-                f"{path}: the overlay is flat and holds plain files only; move it out of overlay/"
+                f"{path}: the {directory.name} is flat and holds plain files only; move it out of {directory.name}/"
             )
         files.append(OverlayFile(path.name, path.read_bytes()))
     return tuple(files)

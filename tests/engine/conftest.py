@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,9 +14,11 @@ from tests.engine.enginekit.check import assert_rested
 from tests.engine.enginekit.models import zoo
 from tests.engine.enginekit.oracle import Oracle
 from tests.engine.enginekit.server import EXACT, Server
+from tests.engine.enginekit.zootable import cell, record
 
 HERE = Path(__file__).resolve().parent
-TEST_TIMEOUT_S, SOAK_TIMEOUT_S = 240, 1800
+TEST_TIMEOUT_S, SOAK_TIMEOUT_S = 900, 3600
+ORACLES_RUNNING = 6
 
 EngineFactory = Callable[..., Server]
 OracleFactory = Callable[..., Oracle]
@@ -38,6 +42,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left:
         config.hook.pytest_deselected(items=left)
         items[:] = kept
+
+
+# cells of the zoo's table that this session tested, and whether every phase of the test passed
+_cells: dict[str, bool] = {}
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Remember what the zoo contract proved."""
+    report = yield
+    key = cell(item)
+    if key is not None and not report.skipped:
+        _cells[key] = report.passed and _cells.get(key, True)
+    return report
+
+
+def pytest_sessionfinish() -> None:
+    """Write it down for the table in the README."""
+    record(_cells)
 
 
 @pytest.fixture
@@ -104,17 +127,30 @@ def stock(stock_binary: Path, tmp_path: Path) -> Iterator[EngineFactory]:
 
 @pytest.fixture(scope="session")
 def oracle(stock_binary: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OracleFactory]:
-    """Return a factory of oracles, one unpatched engine per set of flags and session."""
-    with ExitStack() as stack:
-        known: dict[tuple[object, ...], Oracle] = {}
+    """Return a factory of oracles, one per set of flags and session; few of their engines run at once."""
+    known: dict[tuple[object, ...], Oracle] = {}
+    running: OrderedDict[tuple[object, ...], Server] = OrderedDict()
 
-        def start(model: str | Path = "llama", args: Sequence[str] = EXACT, *, context: int = 8192) -> Oracle:
-            key = (model, tuple(args), context)
-            if key not in known:
-                path = model if isinstance(model, Path) else zoo(model)
-                folder = tmp_path_factory.mktemp("oracle")
-                server = Server(stock_binary, path, ("-np", "1", "-c", str(context), *args), folder)
-                known[key] = Oracle(stack.enter_context(server))
-            return known[key]
+    def server(model: str | Path, args: tuple[str, ...], context: int) -> Server:
+        key = (model, args, context)
+        if key not in running:
+            while len(running) >= ORACLES_RUNNING:
+                running.popitem(last=False)[1].stop()
+            path = model if isinstance(model, Path) else zoo(model)
+            folder = tmp_path_factory.mktemp("oracle")
+            started = Server(stock_binary, path, ("-np", "1", "-c", str(context), *args), folder)
+            running[key] = started.__enter__()
+        running.move_to_end(key)
+        return running[key]
 
+    def start(model: str | Path = "llama", args: Sequence[str] = EXACT, *, context: int = 8192) -> Oracle:
+        key = (model, tuple(args), context)
+        if key not in known:
+            known[key] = Oracle(partial(server, *key))
+        return known[key]
+
+    try:
         yield start
+    finally:
+        for last in running.values():
+            last.stop()

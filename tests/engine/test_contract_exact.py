@@ -19,12 +19,6 @@ from tests.engine.enginekit.waiting import eventually
 POLICIES = ("drain", "yield")
 ALL_POLICIES = ("mixed", "drain", "yield")
 RECIPE = ("-ub", "4", "-fa", "off", "--no-kv-unified")
-SPECULATIVE = {
-    "draft": ("llama", ("--spec-type", "draft-simple", "--spec-draft-n-max", "4")),
-    "mtp-hybrid": ("qwen35-mtp", ("--spec-type", "draft-mtp", "--spec-draft-n-max", "3")),
-    "mtp-chain": ("step35-mtp", ("--spec-type", "draft-mtp", "--spec-draft-n-max", "3")),
-    "ngram": ("llama", ("--spec-type", "ngram-mod")),
-}
 
 
 def _prompts(count: int, first_seed: int = 0) -> list[str]:
@@ -68,40 +62,6 @@ def test_contract_the_exactness_recipe(engine: EngineFactory, oracle: OracleFact
     server = engine(policy=policy, args=(*RECIPE, "-b", "64", "--phase-yield-ms", "5"))
     assert len(wanted) >= 6
     _assert_equal(_run_all(server, wanted), wanted)
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("kind", SPECULATIVE)
-def test_contract_speculation(engine: EngineFactory, oracle: OracleFactory, kind: str, policy: str) -> None:
-    """Drafts change the speed, never the answer; some are accepted."""
-    model, args = SPECULATIVE[kind]
-    if kind == "draft":
-        args = (*args, "-md", str(zoo("llama-draft")))
-    wanted = _steady(oracle(model), 7, 48, 200)
-    server = engine(model, policy, (*EXACT, *args, "-b", "64", "--phase-yield-ms", "5"))
-    found = _run_all(server, wanted)
-    _assert_equal(found, wanted)
-    if kind != "ngram":
-        assert sum(e.final["timings"].get("draft_n_accepted", 0) for e in found) > 0
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("model", ["mamba", "llama-spm", "qwen35-mtp"])
-def test_contract_other_memories(
-    engine: EngineFactory, oracle: OracleFactory, model: str, policy: str
-) -> None:
-    """Recurrent and hybrid memory, and another tokenizer."""
-    wanted = _steady(oracle(model), 8, 32, 300)
-    server = engine(model, policy, (*EXACT, "-b", "64", "--phase-yield-ms", "5"))
-    _assert_equal(_run_all(server, wanted), wanted)
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_contract_sliding_window_runs(engine: EngineFactory, policy: str) -> None:
-    """A sliding-window model answers concurrent requests to their length (no exact numerics)."""
-    server = engine("gemma3-swa", policy, ("-b", "64", "--phase-yield-ms", "5"))
-    started = [server.stream(prompt, 30) for prompt in _prompts(8, 350)]
-    assert [len(exchange.ok().token_ids) for exchange in started] == [30] * 8
 
 
 LORA_SCALES = ((1.0, 0.0), (0.0, 1.0), (0.5, 0.0), (0.0, 0.0))

@@ -9,6 +9,7 @@ import pytest
 from tests.engine.conftest import EngineFactory, OracleFactory
 from tests.engine.enginekit.check import assert_equal_tokens
 from tests.engine.enginekit.models import zoo
+from tests.engine.enginekit.pictures import media_prompt, picture_chat
 from tests.engine.enginekit.prompts import words
 from tests.engine.enginekit.server import EXACT, Server, greedy
 from tests.engine.enginekit.waiting import eventually
@@ -17,7 +18,7 @@ ALL_POLICIES = ("mixed", "drain", "yield")
 
 
 def _assert_quiet(server: Server) -> None:
-    server.wait_idle(timeout_s=5)
+    server.wait_idle()
     assert server.busy_share(0.5) <= 0.1, "the engine spins"
 
 
@@ -27,7 +28,7 @@ def test_an_empty_prompt_with_children_is_answered(engine: EngineFactory, policy
     """The parent ends without a prompt; its orphan is promoted, answers, and nothing spins."""
     server = engine(policy=policy)
     body: dict[str, Any] = {"prompt": "", "n_cmpl": 2, "n_predict": 5, "stream": stream}
-    exchange = server.start(body).finish(timeout_s=10)
+    exchange = server.start(body).finish()
     assert exchange.status == 200, exchange.describe()
     _assert_quiet(server)
 
@@ -104,56 +105,10 @@ def test_a_pinned_request_spares_the_busy_slot(
     pinned.ok()
 
 
-def _png(shade: int) -> str:
-    """Return a data URI of a 56x56 picture in one shade of grey."""
-    import base64
-    import struct
-    import zlib
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        body = kind + data
-        return struct.pack(">I", len(data)) + body + struct.pack(">I", zlib.crc32(body))
-
-    rows = b"".join(b"\0" + bytes([shade, (shade * 7) % 256, x]) * 56 for x in range(56))
-    data = (
-        b"\x89PNG\r\n\x1a\n"
-        + chunk(b"IHDR", struct.pack(">IIBBBBB", 56, 56, 8, 2, 0, 0, 0))
-        + chunk(b"IDAT", zlib.compress(rows))
-        + chunk(b"IEND", b"")
-    )
-    return "data:image/png;base64," + base64.b64encode(data).decode()
-
-
-def _picture_chat(shade: int, text: str = "what") -> dict[str, Any]:
-    return {
-        "messages": [
-            {
-                "role": "user",
-                "content": [
-                    {"type": "image_url", "image_url": {"url": _png(shade)}},
-                    {"type": "text", "text": text},
-                ],
-            }
-        ],
-        "max_tokens": 16,
-        "temperature": 0,
-    }
-
-
-def _media_prompt(shade: int, after: str, marker: str) -> dict[str, Any]:
-    data = _png(shade).split(",", 1)[1]
-    prompt = {"prompt_string": f"see {marker}{after}", "multimodal_data": [data]}
-    return {"prompt": prompt, "n_predict": 10, "temperature": 0, "return_tokens": True}
-
-
 def _vision(start: Any, policy: str | None, *more: str) -> Server:
     args = (*EXACT, "--mmproj", str(zoo("mmproj-llava")), *more)
     server: Server = start("llama", args) if policy is None else start("llama", policy, args)
     return server
-
-
-def _marker(server: Server) -> str:
-    return str(server.get("/props").ok().get("media_marker", "<__media__>"))
 
 
 @pytest.mark.parametrize("policy", ALL_POLICIES)
@@ -161,7 +116,7 @@ def test_contract_pictures_in_company(engine: EngineFactory, stock: EngineFactor
     """Image prompts and text prompts in one cohort: each answer is the single one of stock."""
     plain = _vision(stock, None)
     server = _vision(engine, policy, "-b", "128", "--phase-yield-ms", "20")
-    chats = [_picture_chat(shade) for shade in (10, 90, 200)]
+    chats = [picture_chat(shade) for shade in (10, 90, 200)]
     path = "/v1/chat/completions"
     wanted = [plain.post(path, chat).ok()["choices"][0]["message"]["content"] for chat in chats]
     assert len(set(wanted)) == 3
@@ -177,14 +132,30 @@ def test_contract_pictures_in_company(engine: EngineFactory, stock: EngineFactor
 def test_a_prompt_that_ends_in_a_picture(engine: EngineFactory, policy: str) -> None:
     """Refused with 400, or answered by its own logits: in company the same as alone."""
     server = _vision(engine, policy, "-b", "128")
-    marker = _marker(server)
-    alone = server.post("/completion", _media_prompt(50, "", marker))
+    alone = server.post("/completion", media_prompt(server, 50, ""))
     assert alone.status in (200, 400), alone.body
     other = server.stream(words(40), 1500)
     other.wait_token()
-    found = server.post("/completion", _media_prompt(50, "", marker))
+    found = server.post("/completion", media_prompt(server, 50, ""))
     assert found.status == alone.status
     if alone.status == 200:
         assert_equal_tokens(found.json()["tokens"], alone.json()["tokens"], "in company")
     other.ok()
-    assert server.post("/completion", _media_prompt(50, " and then", marker)).status == 200
+    assert server.post("/completion", media_prompt(server, 50, " and then")).status == 200
+
+
+@pytest.mark.parametrize("policy", ALL_POLICIES)
+@pytest.mark.parametrize("kind", ["ngram-mod", "ngram-map-k"])
+def test_the_drafts_of_all_slots_fit_into_a_batch(
+    engine: EngineFactory, oracle: OracleFactory, policy: str, kind: str
+) -> None:
+    """Four slots whose n-gram drafts together are longer than the batch: the right answers, no abort."""
+    prompts = (words(10 + 20 * (seed % 4), seed) for seed in range(60))
+    wanted = oracle("llama-loopy").steady(prompts, 4, 300)
+    server = engine("llama-loopy", policy, (*EXACT, "-b", "64", "--spec-type", kind))
+    for _ in range(3):
+        started = [server.start(reference.body) for reference in wanted]
+        for exchange, reference in zip(started, wanted, strict=True):
+            assert_equal_tokens(exchange.ok().token_ids, reference.tokens, "a drafted answer")
+    drafted = sum(exchange.final["timings"].get("draft_n", 0) for exchange in started)
+    assert drafted > 0

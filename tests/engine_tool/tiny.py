@@ -148,3 +148,12 @@ def git(tree: Path, *arguments: str) -> str:
 def commit(tree: Path, message: str) -> None:
     git(tree, "add", "-A")
     git(tree, "commit", "-q", "-m", message)
+
+
+HARNESS = {
+    "harness.cmake": """\
+add_executable(llama-phase-harness tools/phase-harness/main.cpp)
+target_link_libraries(llama-phase-harness PRIVATE llama-common)
+""",
+    "main.cpp": "int sample();\n\nint main() { return sample() == 7 ? 0 : 1; }\n",
+}

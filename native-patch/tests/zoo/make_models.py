@@ -16,27 +16,42 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import zoo_archs
+import zoo_drafts
 import zoo_mtp
+import zoo_variants
 import zoo_vision
 
 Recipe = Callable[[Path], None]
 
 MODELS: dict[str, Recipe] = {
     "llama": zoo_archs.llama,
-    "llama-eos": zoo_archs.llama_eos,
+    "llama-f16": zoo_variants.llama_f16,
+    "llama-q8_0": zoo_variants.llama_q8_0,
     "llama-spm": zoo_archs.llama_spm,
+    "llama-eos": zoo_archs.llama_eos,
+    "llama-loopy": zoo_variants.llama_loopy,
     "llama-mid": zoo_archs.llama_mid,
-    "llama-draft": zoo_archs.llama_draft,
-    "lora-a": zoo_archs.lora_a,
-    "lora-b": zoo_archs.lora_b,
-    "alora": zoo_archs.alora,
+    "llama-decide": zoo_variants.llama_decide,
+    "llama-draft": zoo_variants.llama_draft,
+    "llama-draft-unrelated": zoo_variants.llama_draft_unrelated,
+    "draft-eagle3": zoo_drafts.draft_eagle3,
+    "draft-dspark": zoo_drafts.draft_dspark,
+    "lora-a": zoo_variants.lora_a,
+    "lora-b": zoo_variants.lora_b,
+    "lora-c-r16": zoo_variants.lora_c_r16,
+    "alora": zoo_variants.alora,
     "bert-embed": zoo_archs.bert_embed,
     "bert-rerank": zoo_archs.bert_rerank,
     "gemma3-swa": zoo_archs.gemma3_swa,
     "mamba": zoo_archs.mamba,
+    "qwen35": zoo_mtp.qwen35,
     "qwen35-mtp": zoo_mtp.qwen35_mtp,
     "step35-mtp": zoo_mtp.step35_mtp,
+    "glm4moe-mtp": zoo_mtp.glm4moe_mtp,
+    "qwen2vl": zoo_vision.qwen2vl,
     "mmproj-llava": zoo_vision.mmproj_llava,
+    "mmproj-qwen2vl": zoo_vision.mmproj_qwen2vl,
+    "mmproj-gemma3": zoo_vision.mmproj_gemma3,
 }
 
 

@@ -31,7 +31,11 @@ Keys = dict[str, int | float | bool | str | list[int] | list[bool] | list[float]
 SMALL = Shape()
 MID = Shape(embd=256, layers=8, ff=768, heads=8, kv_heads=4)
 BERT = Shape(heads=2, kv_heads=2, context=2048)
-FILE_TYPE_F32 = 0
+FILE_TYPE_F32, FILE_TYPE_F16, FILE_TYPE_Q8_0 = 0, 1, 7
+_STORED_AS = {
+    FILE_TYPE_F16: gguf.GGMLQuantizationType.F16,
+    FILE_TYPE_Q8_0: gguf.GGMLQuantizationType.Q8_0,
+}
 
 
 def write(
@@ -44,7 +48,8 @@ def write(
 ) -> None:
     """Write one GGUF file: keys in the given order, then tensors in the given order.
 
-    ``invocation`` tokens make the file an activated adapter.
+    ``invocation`` tokens make the file an activated adapter. Matrices are stored in the
+    type that ``general.file_type`` names, vectors always as F32.
     """
     writer = gguf.GGUFWriter(path, arch)
     for key, value in keys.items():
@@ -68,8 +73,13 @@ def write(
         )
     if vocab is not None:
         _add_vocab(writer, vocab)
+    stored = _STORED_AS.get(int(str(keys.get("general.file_type", FILE_TYPE_F32))))
     for name, data in tensors.items():
-        writer.add_tensor(name, np.ascontiguousarray(data))
+        whole = np.ascontiguousarray(data)
+        if stored is None or whole.ndim < 2:
+            writer.add_tensor(name, whole)
+        else:
+            writer.add_tensor(name, gguf.quants.quantize(whole, stored), raw_dtype=stored)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -123,7 +133,8 @@ def ends(family: str, vocab: Vocab, shape: Shape, *, eos_logit: float = EOS_LOGI
     }
 
 
-def _llama_tensors(family: str, vocab: Vocab, shape: Shape, *, eos_logit: float = EOS_LOGIT) -> Tensors:
+def llama_tensors(family: str, vocab: Vocab, shape: Shape, *, eos_logit: float = EOS_LOGIT) -> Tensors:
+    """Return all tensors of a dense llama."""
     tensors = ends(family, vocab, shape, eos_logit=eos_logit)
     for block in range(shape.layers):
         tensors[f"blk.{block}.attn_norm.weight"] = ones(shape.embd)
@@ -137,14 +148,14 @@ def llama(path: Path) -> None:
     """Write the dense llama that most tests use."""
     vocab = bpe_vocab()
     keys = decoder_keys("llama", "zoo-llama", SMALL, pre="qwen2")
-    write(path, "llama", keys, _llama_tensors("llama", vocab, SMALL), vocab)
+    write(path, "llama", keys, llama_tensors("llama", vocab, SMALL), vocab)
 
 
 def llama_eos(path: Path) -> None:
     """Write a llama that ends by itself after some dozens of sampled tokens."""
     vocab = bpe_vocab()
     keys = decoder_keys("llama", "zoo-llama-eos", SMALL, pre="qwen2")
-    tensors = _llama_tensors("llama", vocab, SMALL, eos_logit=EOS_LOGIT_EAGER)
+    tensors = llama_tensors("llama", vocab, SMALL, eos_logit=EOS_LOGIT_EAGER)
     write(path, "llama", keys, tensors, vocab)
 
 
@@ -154,62 +165,14 @@ def llama_spm(path: Path) -> None:
     keys = decoder_keys("llama", "zoo-llama-spm", SMALL, pre="default")
     keys["tokenizer.ggml.add_bos_token"] = True
     keys["tokenizer.ggml.add_space_prefix"] = False
-    write(path, "llama", keys, _llama_tensors("llama-spm", vocab, SMALL), vocab)
+    write(path, "llama", keys, llama_tensors("llama-spm", vocab, SMALL), vocab)
 
 
 def llama_mid(path: Path) -> None:
     """Write a llama that is slow enough to be interrupted (25 MiB)."""
     vocab = bpe_vocab()
     keys = decoder_keys("llama", "zoo-llama-mid", MID, pre="qwen2")
-    write(path, "llama", keys, _llama_tensors("llama-mid", vocab, MID), vocab)
-
-
-def llama_draft(path: Path) -> None:
-    """Write ``llama`` with 4 % noise on every matrix: about half of its drafts are accepted."""
-    vocab = bpe_vocab()
-    keys = decoder_keys("llama", "zoo-llama-draft", SMALL, pre="qwen2")
-    tensors = _llama_tensors("llama", vocab, SMALL)
-    for name, data in tensors.items():
-        if data.ndim == 2 and name.startswith("blk."):
-            std = 0.04 * float(np.std(data))
-            noise = normal(f"llama-draft/{name}", data.shape, std)
-            noise[np.all(data == 0.0, axis=1)] = 0.0
-            tensors[name] = data + noise
-    write(path, "llama", keys, tensors, vocab)
-
-
-def _lora(path: Path, label: str, rank: int, invocation: tuple[int, ...] = ()) -> None:
-    """Write an adapter on ``llama``; with ``invocation`` tokens it is an activated one (aLoRA)."""
-    keys: Keys = {
-        "general.type": "adapter",
-        "general.name": f"zoo-lora-{label}",
-        "adapter.type": "lora",
-        "adapter.lora.alpha": float(rank),
-    }
-    widths = {
-        "attn_q": (SMALL.embd, SMALL.heads * SMALL.head_dim),
-        "attn_output": (SMALL.heads * SMALL.head_dim, SMALL.embd),
-        "ffn_down": (SMALL.ff, SMALL.embd),
-    }
-    tensors: Tensors = {}
-    for block in range(SMALL.layers):
-        for matrix, (fan_in, fan_out) in widths.items():
-            base = f"blk.{block}.{matrix}.weight"
-            seed = f"lora-{label}/{base}"
-            tensors[f"{base}.lora_a"] = normal(f"{seed}.a", (rank, fan_in), 1.0 / fan_in**0.5)
-            grow = normal if matrix == "attn_q" else writer_matrix
-            tensors[f"{base}.lora_b"] = grow(f"{seed}.b", (fan_out, rank), 1.0 / rank**0.5)
-    write(path, "llama", keys, tensors, None, invocation)
-
-
-def lora_a(path: Path) -> None:
-    """Write the first of two adapters that change the output in different ways."""
-    _lora(path, "a", 4)
-
-
-def lora_b(path: Path) -> None:
-    """Write the second adapter."""
-    _lora(path, "b", 4)
+    write(path, "llama", keys, llama_tensors("llama-mid", vocab, MID), vocab)
 
 
 def _bert(path: Path, name: str, pooling: int) -> None:
@@ -264,11 +227,6 @@ def _bert(path: Path, name: str, pooling: int) -> None:
     write(path, "bert", keys, tensors, vocab)
 
 
-def alora(path: Path) -> None:
-    """Write an adapter that starts to act at ``<tool_call>`` in the prompt."""
-    _lora(path, "c", 4, (bpe_vocab().tokens.index("<tool_call>"),))
-
-
 def bert_embed(path: Path) -> None:
     """Write an embedding model (mean pooling, 64 dimensions)."""
     _bert(path, "bert-embed", int(gguf.PoolingType.MEAN))
@@ -286,7 +244,7 @@ def gemma3_swa(path: Path) -> None:
     keys = decoder_keys("gemma3", "zoo-gemma3-swa", shape, pre="qwen2")
     keys["gemma3.attention.sliding_window"] = 64
     keys["gemma3.attention.sliding_window_pattern"] = 2
-    tensors = _llama_tensors("gemma3", vocab, shape)
+    tensors = llama_tensors("gemma3", vocab, shape)
     # gemma multiplies its embeddings by sqrt(embd)
     tensors["token_embd.weight"] /= np.float32(shape.embd**0.5)
     post_norm = ones(shape.embd)

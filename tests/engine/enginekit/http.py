@@ -88,7 +88,7 @@ def request(
     body: Any = None,
     headers: Mapping[str, str] | None = None,
     *,
-    timeout_s: float = 60.0,
+    timeout_s: float = 240.0,
 ) -> Answer:
     """Do one exchange and return it whole; a bytes ``body`` is sent as it is."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=timeout_s)
@@ -123,7 +123,7 @@ class Exchange:
         body: Json,
         headers: Mapping[str, str] | None = None,
         *,
-        timeout_s: float = 120.0,
+        timeout_s: float = 240.0,
     ) -> None:
         self.body = body
         self.status: int | None = None
@@ -187,7 +187,7 @@ class Exchange:
                     self.error = payload
                 self._changed.notify_all()
 
-    def wait(self, wanted: Callable[[Event], bool], what: str, *, timeout_s: float = 30.0) -> Event:
+    def wait(self, wanted: Callable[[Event], bool], what: str, *, timeout_s: float = 180.0) -> Event:
         """Return the first event that is ``wanted``; fail when the stream ends without it."""
         deadline = time.monotonic() + timeout_s
         seen = 0
@@ -202,7 +202,7 @@ class Exchange:
                 assert left > 0, f"not within {timeout_s} s: {what}: {self.describe()}"
                 self._changed.wait(left)
 
-    def wait_progress(self, *, timeout_s: float = 30.0) -> Event:
+    def wait_progress(self, *, timeout_s: float = 180.0) -> Event:
         """Wait until a part of the prompt, but not all of it, was processed."""
         return self.wait(
             lambda e: (
@@ -212,15 +212,15 @@ class Exchange:
             timeout_s=timeout_s,
         )
 
-    def wait_prompt_done(self, *, timeout_s: float = 30.0) -> Event:
+    def wait_prompt_done(self, *, timeout_s: float = 180.0) -> Event:
         """Wait for the final progress of the prompt."""
         return self.wait(lambda e: e.prompt_done, "final progress", timeout_s=timeout_s)
 
-    def wait_token(self, *, timeout_s: float = 30.0) -> Event:
+    def wait_token(self, *, timeout_s: float = 180.0) -> Event:
         """Wait for the first generated token."""
         return self.wait(lambda e: e.is_token, "first token", timeout_s=timeout_s)
 
-    def finish(self, *, timeout_s: float = 60.0) -> Exchange:
+    def finish(self, *, timeout_s: float = 240.0) -> Exchange:
         """Wait for the end of the response and return self."""
         self._thread.join(timeout_s)
         assert self.done, f"no end within {timeout_s} s: {self.describe()}"
@@ -231,7 +231,7 @@ class Exchange:
         self._thread.join(timeout_s)
         return self.done
 
-    def ok(self, *, timeout_s: float = 60.0) -> Exchange:
+    def ok(self, *, timeout_s: float = 240.0) -> Exchange:
         """Wait for the end and fail unless it was a whole, error-free 200."""
         self.finish(timeout_s=timeout_s)
         assert self.status == 200, self.describe()

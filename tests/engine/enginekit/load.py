@@ -64,7 +64,7 @@ def run_load(
     adapters: int = 0,
     in_flight: int = 9,
     leave: float = 0.25,
-    request_timeout_s: float = 120.0,
+    request_timeout_s: float = 240.0,
 ) -> Report:
     """Run ``count`` requests, up to ``in_flight`` at once; a share of the clients leaves early.
 

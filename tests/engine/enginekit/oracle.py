@@ -9,7 +9,7 @@ is far above the noise (2e-5 with ``EXACT``), so that equality is exact and neve
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,9 +30,12 @@ class Reference:
 
 
 class Oracle:
-    """Asks one unpatched engine, one request at a time, and remembers the answers."""
+    """Asks one unpatched engine, one request at a time, and remembers the answers.
 
-    def __init__(self, server: Server) -> None:
+    ``server`` returns that engine, running.
+    """
+
+    def __init__(self, server: Callable[[], Server]) -> None:
         self._server = server
         self._known: dict[str, Reference] = {}
 
@@ -42,7 +45,7 @@ class Oracle:
         key = json.dumps(body, sort_keys=True)
         if key not in self._known:
             asked = {**body, "n_probs": max(2, int(body.get("n_probs", 0)))}
-            answer = self._server.post("/completion", asked).ok()
+            answer = self._server().post("/completion", asked).ok()
             gap = min((_gap(step) for step in answer["completion_probabilities"]), default=1.0)
             self._known[key] = Reference(body, answer["tokens"], answer["content"], gap)
         return self._known[key]

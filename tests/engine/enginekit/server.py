@@ -21,7 +21,7 @@ from tests.engine.enginekit.phase import PhaseEvent, parse_events
 from tests.engine.enginekit.trace import View, read_trace
 from tests.engine.enginekit.waiting import eventually
 
-READY_TIMEOUT_S = 60.0
+READY_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 5.0
 PR_SET_PDEATHSIG = 1
 TRACE_ENV = "LLAMA_PHASE_TRACE"
@@ -106,6 +106,18 @@ class Server:
         assert self._process is not None
         return self._process.pid
 
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send the engine a signal."""
+        os.kill(self.pid, number)
+
+    def exit_code(self, timeout_s: float) -> int | None:
+        """Wait up to ``timeout_s`` for the engine to end; return its exit code, ``None`` when it lives."""
+        assert self._process is not None
+        try:
+            return self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return None
+
     def log(self) -> str:
         """Return the engine's log so far."""
         return self.log_path.read_text(errors="replace")
@@ -141,7 +153,7 @@ class Server:
                 child.kill()
         psutil.wait_procs(children, STOP_TIMEOUT_S)
 
-    def get(self, path: str, *, timeout_s: float = 30.0) -> Answer:
+    def get(self, path: str, *, timeout_s: float = 240.0) -> Answer:
         """GET ``path``."""
         return request(self.port, "GET", path, timeout_s=timeout_s)
 
@@ -151,7 +163,7 @@ class Server:
         body: Any,
         headers: Mapping[str, str] | None = None,
         *,
-        timeout_s: float = 120.0,
+        timeout_s: float = 240.0,
     ) -> Answer:
         """POST ``body`` and return the whole answer."""
         return request(self.port, "POST", path, body, headers, timeout_s=timeout_s)
@@ -222,13 +234,13 @@ class Server:
         """Return all decoded views so far, in order."""
         return read_trace(self.trace_path)
 
-    def wait_idle(self, *, timeout_s: float = 20.0) -> None:
-        """Wait until no slot is processing."""
-        eventually(
-            lambda: not any(slot["is_processing"] for slot in self.slots()),
-            "all slots idle",
-            timeout_s=timeout_s,
-        )
+    def wait_idle(self, *, timeout_s: float = 240.0) -> None:
+        """Wait until no slot is processing and the engine, where it has phases, has left its last one."""
+
+        def idle(slot: Json) -> bool:
+            return not slot["is_processing"] and slot.get("phase", {}).get("engine", "idle") == "idle"
+
+        eventually(lambda: all(map(idle, self.slots())), "all slots idle", timeout_s=timeout_s)
 
     def cpu_seconds(self) -> float:
         """Return the CPU time (user and system) the process has used, in seconds."""

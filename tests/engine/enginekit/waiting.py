@@ -9,10 +9,11 @@ from typing import TypeVar
 T = TypeVar("T")
 
 POLL_S = 0.004
+# Deadlines are for hangs: they leave room for a machine that does ten other things.
 
 
 def eventually(
-    probe: Callable[[], T | None], what: str, *, timeout_s: float = 20.0, poll_s: float = POLL_S
+    probe: Callable[[], T | None], what: str, *, timeout_s: float = 120.0, poll_s: float = POLL_S
 ) -> T:
     """Return the first true value of ``probe``, asked again until ``timeout_s`` have passed.
 

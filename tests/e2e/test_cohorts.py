@@ -1,0 +1,99 @@
+"""Cohorts on the real engine under the proxy's load: full ones, without holding up who is alone."""
+
+import statistics
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.fleetload import Crowd, ask, cohort_sizes, completion, engine_events, mean
+from tests.e2e.harness import Proxy
+from tests.support.wait import until
+
+pytestmark = pytest.mark.engine
+
+SLOTS = 4
+LENGTHS = (24, 48, 72, 96)
+
+
+@pytest.fixture
+def fleet(start: Callable[..., Proxy], zoo: Callable[[str], Path]) -> Callable[..., Proxy]:
+    """Start a proxy with one slow model of four slots under `drain`; keywords go into `admission`."""
+
+    def inner(**admission: Any) -> Proxy:
+        args = ["-t", "1", "-np", str(SLOTS), "-c", "8192"]
+        model = {"path": str(zoo("llama-mid")), "args": args, "phase_policy": "drain"}
+        return start({"models": {"m": model}, "admission": admission})
+
+    return inner
+
+
+def run(proxy: Proxy, lengths: list[int]) -> list[int]:
+    """Post requests of these lengths while a slot decodes; return the sizes of the cohorts they formed."""
+    first = Crowd()
+    first.run(partial(ask, proxy, completion("the first", 1200)))
+    until("it decodes", lambda: any(e["event"] == "open" for e in _events(proxy)))
+    before = _events(proxy)[-1]["seq"]
+    crowd = Crowd()
+    for number, tokens in enumerate(lengths):
+        crowd.run(partial(ask, proxy, completion(f"request number {number}", tokens)))
+    until("all came in while it decoded", lambda: _known(proxy) == len(lengths) + 1)
+    assert not any(e["event"] == "idle" for e in engine_events(proxy, before)), (
+        "the first one ended too early"
+    )
+    answers = crowd.join() + first.join()
+    assert all(answer.ok for answer in answers), [a.error for a in answers if not a.ok][:3]
+    return cohort_sizes(engine_events(proxy, before))
+
+
+def _events(proxy: Proxy) -> list[dict[str, Any]]:
+    if proxy.get("/api/models/m")["state"] != "ready":
+        return []
+    return engine_events(proxy)
+
+
+def _known(proxy: Proxy) -> int:
+    view = proxy.get("/api/models/m")["admission"]
+    return int(view["queued"] + view["running"])
+
+
+def test_requests_of_four_lengths_fill_every_cohort(fleet: Callable[..., Proxy]) -> None:
+    """With the standby, a cohort of unequal answers is full when it starts; without it most are not.
+
+    The first cohort is the long request's, the last takes what is left: both do not count.
+    """
+    lengths = [LENGTHS[number % len(LENGTHS)] for number in range(16)]
+    staged = run(fleet(), lengths)
+    assert sum(staged) == 16
+    assert mean(staged[:-1]) >= 3.9, staged
+    plain = run(fleet(native_standby=False), lengths)
+    assert sum(plain) == 16
+    print(f"cohort sizes with standby {staged}, without {plain}")
+    assert len(plain) >= len(staged)
+
+
+def test_equal_answers_fill_their_cohorts_by_the_gather_hint(fleet: Callable[..., Proxy]) -> None:
+    """When all members end in one step, the hint keeps the door open for the few ms their heirs need."""
+    gathered = run(fleet(), [40] * 64)
+    assert sum(gathered) == 64
+    assert mean(gathered[:-1]) >= 3.8, gathered
+    hasty = run(fleet(cohort_gather_ms=0), [40] * 64)
+    assert sum(hasty) == 64
+    print(f"mean size with the hint {mean(gathered[:-1]):.2f}, without {mean(hasty[:-1]):.2f}")
+    assert mean(hasty[:-1]) <= mean(gathered[:-1])
+
+
+def test_a_lone_request_waits_for_nobody(fleet: Callable[..., Proxy]) -> None:
+    """Nothing is gathered for one who is alone: its time in the engine's queue is nothing."""
+    proxy = fleet(cohort_gather_ms=1000)
+    body = completion("alone", 8)
+    assert ask(proxy, body).ok
+    waits = []
+    for _ in range(9):
+        before = _events(proxy)[-1]["seq"]
+        assert ask(proxy, body).ok
+        admitted = [e for e in engine_events(proxy, before) if e["event"] == "admit"]
+        waits.append((admitted[-1]["t_us"] - admitted[0]["t_us"]) / 1e6)
+    assert statistics.median(waits) < 0.02, waits
