@@ -91,7 +91,10 @@ def _apply(state: State, event: Event, rooms: dict[str, Room], now: float) -> li
             room.swap_wait = waiting
             return []
         case BackendReady(key, info):
-            return _ready(state, Ledger(key, info, now, state.limits.stale_after_s), rooms, now)
+            limits = state.limits
+            return _ready(
+                state, Ledger(key, info, now, limits.stale_after_s, limits.native_standby), rooms, now
+            )
         case BackendDown(key, error):
             return _down(state, key, error, rooms, now)
         case LoadFailed(model, error):
@@ -118,6 +121,7 @@ def _apply(state: State, event: Event, rooms: dict[str, Room], now: float) -> li
                 rooms[room.model] = room
                 for ledger in room.books.values():
                     ledger.stale_after_s = limits.stale_after_s
+                    ledger.native_standby = limits.native_standby
             return []
         case Tick():
             rooms.update(state.rooms)
