@@ -20,7 +20,7 @@ DEV     := $(VENV)/.dev
 .PHONY: help setup serve test check fmt fast soak test-asan test-tsan clean lock
 
 help: ## show this list
-	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo
 	@echo "  make serve MODEL=file.gguf      your own model"
 	@echo "  make serve ENGINE=llama-server  a stock engine, without phases"
