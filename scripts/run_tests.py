@@ -147,8 +147,14 @@ def stages(run: Run) -> None:
     )
     run.stage(
         "proxy tests", PYTHON, "-m", "pytest", "-q", "-m", WITH_ENGINE,
-        "--ignore=tests/engine", "tests", needs="patched engine",
+        "--ignore=tests/engine", "--ignore=tests/llamacpp", "tests", needs="patched engine",
     )  # fmt: skip
+    run.stage(
+        "llama.cpp's tests", PYTHON, "-m", "pytest", "-q", "-s", "-m", WITH_ENGINE, "tests/llamacpp",
+        needs="patched engine",
+    )  # fmt: skip
+    for sanitizer in ("address", "thread"):
+        run.stage(f"{sanitizer} sanitizer", PYTHON, "-m", "tests.sanitize", sanitizer, needs="patched engine")
 
 
 def main() -> int:

@@ -7,7 +7,8 @@ import pytest
 from tests.engine.conftest import EngineFactory
 from tests.engine.enginekit.load import run_load
 from tests.engine.enginekit.models import zoo
-from tests.engine.enginekit.readers import Readers
+from tests.engine.enginekit.readers import VIEWS, Readers
+from tests.engine.enginekit.waiting import eventually
 
 READS, ROUNDS = 40, 30
 
@@ -26,6 +27,21 @@ def test_readers_beside_a_load(engine: EngineFactory, policy: str) -> None:
             ):
                 break
     assert readers.problems == []
-    assert set(readers.reads) == {"slots", "light", "metrics", "props"}
+    assert set(readers.reads) == set(VIEWS)
     assert min(readers.reads.values()) >= READS, readers.reads
     assert {"prefill", "generate"} <= set(readers.seen), readers.seen
+
+
+def test_readers_while_it_sleeps_and_wakes(engine: EngineFactory) -> None:
+    """`/metrics` and `/props` go on while the model is dropped and loaded again; they wake nobody."""
+    server = engine("llama", "drain", ("--sleep-idle-seconds", "1", "--embeddings", "--pooling", "none"))
+
+    def sleeps() -> bool:
+        return bool(server.get("/props").ok()["is_sleeping"])
+
+    with Readers(server, exclusive=True, views=("metrics", "props")) as readers:
+        for seed in range(3):
+            assert not run_load(server, 400 + seed, 5).failures
+            eventually(sleeps, "asleep again", timeout_s=60, poll_s=0.1)
+    assert readers.problems == []
+    assert min(readers.reads[view] for view in ("metrics", "props")) >= READS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -13,6 +13,7 @@ from tests.engine.enginekit.phase import parse_events
 from tests.engine.enginekit.server import Server
 
 STOP_TIMEOUT_S = 60.0
+VIEWS = ("slots", "light", "metrics", "props")
 # which member states an engine state allows, under an exclusive policy
 ALLOWED = {
     "idle": {"none", "queued"},
@@ -22,13 +23,13 @@ ALLOWED = {
 
 
 class Readers:
-    """One thread per view: `/slots`, `/slots?phase_since=`, `/metrics`, `/props`.
+    """One thread per view: `/slots`, `/slots?phase_since=`, `/metrics`, `/props`; `views` may name fewer.
 
     Use it as a context manager around a load. `reads` counts the answers of each view, `seen` the engine states that
     `/slots` told. `problems` holds everything that was wrong, in words.
     """
 
-    def __init__(self, server: Server, *, exclusive: bool) -> None:
+    def __init__(self, server: Server, *, exclusive: bool, views: Sequence[str] = VIEWS) -> None:
         self.server = server
         self.exclusive = exclusive
         self.reads: Counter[str] = Counter()
@@ -36,15 +37,15 @@ class Readers:
         self.problems: list[str] = []
         self._stop = threading.Event()
         self._since = 0
-        views: dict[str, Callable[[], None]] = {
+        reads: dict[str, Callable[[], None]] = {
             "slots": self._read_slots,
             "light": self._read_light,
             "metrics": self._read_metrics,
             "props": self._read_props,
         }
         self._threads = [
-            threading.Thread(target=self._loop, args=(name, read), name=f"reads {name}", daemon=True)
-            for name, read in views.items()
+            threading.Thread(target=self._loop, args=(name, reads[name]), name=f"reads {name}", daemon=True)
+            for name in views
         ]
 
     def __enter__(self) -> Self:
