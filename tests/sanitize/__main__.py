@@ -129,4 +129,8 @@ def _show(reports: Sequence[Report]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except subprocess.CalledProcessError as error:
+        # the command has said why
+        sys.exit(f"failed: {' '.join(map(str, error.cmd))}")
