@@ -34,4 +34,9 @@ if (PHASE_SANITIZE)
     add_compile_options(${PHASE_SANITIZE_OPTIONS})
     set_property(SOURCE ${PROJECT_SOURCE_DIR}/common/sampling.cpp TARGET_DIRECTORY llama-common
         APPEND PROPERTY COMPILE_OPTIONS ${PHASE_SANITIZE_OPTIONS})
+    if (PHASE_SANITIZE STREQUAL "thread")
+        # its atomics order what HTTP threads hand to the server
+        set_property(SOURCE ${PROJECT_SOURCE_DIR}/vendor/cpp-httplib/httplib.cpp TARGET_DIRECTORY cpp-httplib
+            APPEND PROPERTY COMPILE_OPTIONS ${PHASE_SANITIZE_OPTIONS})
+    endif()
 endif()

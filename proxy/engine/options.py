@@ -113,11 +113,9 @@ class BuildOptions:
         }
         if self.cuda_architectures:
             defs["CMAKE_CUDA_ARCHITECTURES"] = self.cuda_architectures
-        if Sanitizer.THREAD in self.sanitize:
-            # Every file must be instrumented, and OpenMP's own barriers are invisible to the sanitizer.
-            defs |= {"LLAMA_SANITIZE_THREAD": "ON", "GGML_OPENMP": "OFF"}
-            # Line numbers for the stacks; at -O3 the instrumented files compile twice as long.
-            defs["CMAKE_CXX_FLAGS_RELEASE"] = "-O1 -g1 -DNDEBUG"
+        if self.sanitize and self.stock:
+            # Without the overlay only llama.cpp's own switch is left; it instruments all but ggml.
+            defs["LLAMA_SANITIZE_THREAD"] = "ON"
         elif self.sanitize:
             # phase.cmake instruments the server's own sources; the rest stays fast and only links the runtime.
             link = f"-fsanitize={','.join(self.sanitize)}"
@@ -126,6 +124,9 @@ class BuildOptions:
                 "CMAKE_EXE_LINKER_FLAGS": link,
                 "CMAKE_SHARED_LINKER_FLAGS": link,
             }
+        if Sanitizer.THREAD in self.sanitize:
+            # OpenMP's own barriers are invisible to the sanitizer.
+            defs["GGML_OPENMP"] = "OFF"
         return defs
 
 

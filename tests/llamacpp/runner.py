@@ -17,6 +17,7 @@ from proxy.engine.fetch import fetch, source_archive
 from proxy.engine.pin import find_native_patch, read_upstream
 from proxy.engine.progress import SilentProgress
 from proxy.engine.source import ArchiveSource
+from tests.engine.enginekit.server import die_with_parent
 from tests.llamacpp.stand_ins import StandIns
 
 TESTS = "tools/server/tests"
@@ -80,7 +81,7 @@ class Suite:
         """Run all tests, or those with the ids `only`, in a copy of their own below `folder`.
 
         `policy` is the engine's default (`LLAMA_ARG_PHASE_POLICY`), empty for an engine without phases. Raises
-        AssertionError with the end of the output when the tests cannot be collected or do not end in time.
+        AssertionError with the end of the output when the tests cannot be collected, TimeoutExpired after `timeout_s`.
         """
         shutil.copytree(self.source, folder)
         tests, report = folder / TESTS, folder / "report.jsonl"
@@ -90,7 +91,7 @@ class Suite:
                 [sys.executable, "-m", "pytest", "-q", "-m", "not slow", "-p", "no:cacheprovider",
                  "-p", "pytest_timeout", f"--timeout={TEST_TIMEOUT_S}", *(only or ("unit",))],
                 cwd=tests, env=self._environment(server, folder, report, policy), stdout=out,
-                stderr=subprocess.STDOUT, start_new_session=True,
+                stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=die_with_parent,
             )  # fmt: skip
             try:
                 code = process.wait(timeout_s)
