@@ -94,16 +94,18 @@ def _environment(sanitizer: str, server: Path, reports: Path) -> dict[str, str]:
     if sanitizer == "address":
         env["ASAN_OPTIONS"] = f"log_path={reports}/asan:detect_leaks=1:detect_stack_use_after_return=1"
         env["LSAN_OPTIONS"] = f"suppressions={HERE}/lsan.supp:print_suppressions=0"
-        env["UBSAN_OPTIONS"] = f"log_path={reports}/ubsan:print_stacktrace=1"
+        env["UBSAN_OPTIONS"] = "print_stacktrace=1"
         if not env.get("LLAMA_SERVER_STOCK"):
             env["LLAMA_SERVER_STOCK"] = str(_engine("--stock"))
     else:
-        env["TSAN_OPTIONS"] = f"log_path={reports}/tsan:suppressions={HERE}/tsan.supp:history_size=4"
+        env["TSAN_OPTIONS"] = f"log_path={reports}/tsan:suppressions={HERE}/tsan.supp:history_size=7"
     return env
 
 
 def _run_tests(sanitizer: str, server: Path, tests: Sequence[str], reports: Path) -> tuple[int, list[Report]]:
     reports.mkdir()
+    # every engine's log lies in its test's folder
+    folders = reports.with_name("tests")
     command = [
         sys.executable,
         "-m",
@@ -113,6 +115,7 @@ def _run_tests(sanitizer: str, server: Path, tests: Sequence[str], reports: Path
         "engine and not soak",
         "-p",
         "no:cacheprovider",
+        f"--basetemp={folders}",
         *tests,
     ]
     began = time.monotonic()
@@ -120,7 +123,7 @@ def _run_tests(sanitizer: str, server: Path, tests: Sequence[str], reports: Path
         command, cwd=ROOT, env=_environment(sanitizer, server, reports), check=False
     ).returncode
     print(f"{sanitizer}: {time.monotonic() - began:.0f} s", flush=True)
-    return code, read_reports(reports)
+    return code, read_reports(reports, folders.rglob("server.log"))
 
 
 def _show(reports: Sequence[Report]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +14,7 @@ _BEGIN = re.compile(
     r"|^(?P<place>\S+:\d+:\d+): runtime error: (?P<error>.*)$",
     re.MULTILINE,
 )
+LINES_AT_MOST = 150
 _FRAME = re.compile(r"^\s*#\d+ .*$", re.MULTILINE)
 _VARYING = re.compile(r"0x[0-9a-f]+|\(pid=\d+\)|==\d+==|\b[TM]\d+\b")
 
@@ -47,10 +49,17 @@ def _headline(found: re.Match[str]) -> str:
     return f"{found['tool']}: {found['kind']}".strip()
 
 
-def read_reports(folder: Path) -> list[Report]:
-    """Return the different reports of all files in `folder` (sanitizers write one per process)."""
+def read_reports(folder: Path, logs: Iterable[Path] = ()) -> list[Report]:
+    """Return the different reports of all files in `folder` (sanitizers write one per process) and in engines' logs.
+
+    GCC's UBSan writes to standard error, whatever it is told, when ASan is there too: so logs are searched as well.
+    """
     found: dict[str, Report] = {}
-    for file in sorted(folder.iterdir()):
-        for report in cut(file.read_text(encoding="utf-8", errors="replace")):
+    texts = [file.read_text(encoding="utf-8", errors="replace") for file in sorted(folder.iterdir())]
+    for file in sorted(logs):
+        text = file.read_text(encoding="utf-8", errors="replace")
+        texts += [text[start.start() :] for start in [_BEGIN.search(text)] if start]
+    for text in texts:
+        for report in cut(text):
             found.setdefault(report.key, report)
     return list(found.values())

@@ -52,6 +52,16 @@ def test_the_same_defect_counts_once(tmp_path: Path) -> None:
     assert len(read_reports(tmp_path)) == 2
 
 
+def test_logs_are_searched(tmp_path: Path) -> None:
+    """What UBSan wrote into an engine's log is found there; the rest of a log is no report."""
+    (tmp_path / "reports").mkdir()
+    loud, quiet = tmp_path / "loud.log", tmp_path / "quiet.log"
+    loud.write_text("model loaded\n" + OVERFLOW + "all slots idle\n" + OVERFLOW)
+    quiet.write_text("model loaded\n")
+    found = read_reports(tmp_path / "reports", [loud, quiet])
+    assert [report.headline.split(":")[0] for report in found] == ["UndefinedBehaviorSanitizer"]
+
+
 def test_what_is_not_understood_is_a_report() -> None:
     """A text without a known headline is not taken for silence; an empty file is."""
     assert [report.text for report in cut("LeakSanitizer has encountered a fatal error.\n")]
