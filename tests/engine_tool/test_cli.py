@@ -158,7 +158,9 @@ def test_lines_are_printed_when_due_and_at_the_end() -> None:
 
 
 def test_a_terminal_gets_a_bar() -> None:
-    console = Console(force_terminal=True, width=100, record=True, file=io.StringIO())
+    console = Console(
+        force_terminal=True, force_interactive=True, width=100, record=True, file=io.StringIO(), _environ={}
+    )
     with ConsoleProgress(console) as progress:
         progress.step(3, 10, "compile")
         progress.note("a note [with brackets]")
