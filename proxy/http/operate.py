@@ -5,6 +5,7 @@ from typing import Any, Final
 
 from aiohttp import web
 
+from proxy.admission import outcome_of
 from proxy.errors import ErrorCode, ProxyError, error_body
 from proxy.http.call import CALL
 from proxy.http.orders import GateOrder, LoadOrder, UnloadOrder, audit_of, model_of, read, seconds_of
@@ -116,6 +117,6 @@ class Operate:
         text = job["error"] or f"the {job['kind']} was {job['state']}"
         error = ProxyError(code, text)
         call = request[CALL]
-        call.code = code.value
+        call.outcome, call.code = outcome_of(code), code.value
         body: Mapping[str, Any] = error_body(error, call.dialect, call.id.shown)
         return json_response({**body, "job": job}, error.status)
