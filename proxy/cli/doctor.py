@@ -28,7 +28,6 @@ from proxy.cli.remote import (
     told,
     unwrap,
 )
-from proxy.cli.tables import show
 from proxy.config import load
 from proxy.settings import ConfigError
 
@@ -93,11 +92,11 @@ def doctor(
         answer = {"ok": not findings, "findings": told_, "reconciled": reports}
         click.echo(json.dumps({**answer, "bundle": str(bundle) if bundle else None}))
     else:
-        show(
-            ("what", "found", "next"),
-            [(f.subject, f.words, f.hint) for f in findings],
-            f"nothing is wrong with {remote.url}: {len(models['models'])} models looked at",
-        )
+        for found in findings:
+            click.echo(click.style(found.subject, bold=True) + f": {found.words}")
+            click.echo(f"    next: {found.hint}")
+        if not findings:
+            click.echo(f"nothing is wrong with {remote.url}: {len(models['models'])} models looked at")
         if reconcile and not any(report["found"] for report in reports):
             click.echo("books, processes, sockets and slots agree")
         if bundle is not None:
@@ -161,7 +160,7 @@ def _write(
 
         add("about.json", lambda: about)
         add("models.json", lambda: models)
-        add("config.json", lambda: _configured(config_file))
+        add("config-found-here.json", lambda: _configured(config_file))
         for name in ("requests", "jobs", "leases"):
             add(f"{name}.json", lambda name=name: json.loads(remote.text(f"/api/{name}")))  # type: ignore[misc]
         add("readyz.json", lambda: json.loads(remote.text("/readyz")))
@@ -173,7 +172,10 @@ def _write(
 
 
 def _configured(config_file: Path | None) -> Any:
-    settings = load(config_path(config_file))
+    path = config_path(config_file)
+    if path is None:
+        raise ConfigError("there is no configuration file here; give --config")
+    settings = load(path)
     return without_secrets(json.loads(settings.model_dump_json()))
 
 

@@ -8,6 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 _PIPE_WIDTH: Final = 240
+_MIN_TEXT: Final = 12
 _COLOURS: Final = {
     "ready": "green",
     "done": "green",
@@ -32,25 +33,26 @@ def console(*, err: bool = False) -> Console:
 def show(
     columns: Sequence[str], rows: Iterable[Sequence[str]], empty: str, right: Iterable[str] = ()
 ) -> None:
-    """Print a table, or `empty` where it has no rows. Columns in `right` are flush right."""
-    numbers = set(right)
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for number, column in enumerate(columns):
-        last = number == len(columns) - 1
-        table.add_column(
-            column,
-            overflow="fold",
-            justify="right" if column in numbers else "left",
-            no_wrap=not last and number > 0,
-        )
-    count = 0
-    for row in rows:
+    """Print a table, or `empty` where it has no rows. Columns in `right` are flush right.
+
+    On a terminal the last column, which is the one of free text, is cut to what is left of the line.
+    """
+    numbers, cells, target = set(right), [list(row) for row in rows], console()
+    if not cells:
+        target.print(empty, markup=False)
+        return
+    if target.is_terminal:
+        others = zip(*([*columns], *cells), strict=True)
+        taken = sum(max(map(len, column)) + 1 for column in list(others)[:-1])
+        room = max(_MIN_TEXT, target.width - taken)
+        for row in cells:
+            row[-1] = row[-1] if len(row[-1]) <= room else f"{row[-1][: room - 1]}…"
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+    for column in columns:
+        table.add_column(column, overflow="fold", justify="right" if column in numbers else "left")
+    for row in cells:
         table.add_row(*(Text(cell, style=_COLOURS.get(cell, "")) for cell in row))
-        count += 1
-    if count:
-        console().print(table)
-    else:
-        console().print(empty, markup=False)
+    target.print(table)
 
 
 def seconds(value: float | None) -> str:
