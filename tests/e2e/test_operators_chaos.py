@@ -29,8 +29,15 @@ KNOWN = {
     *("cancelled_by_operator", "load_timeout", "model_load_failed", "no_backend"),
 }
 WEIGHTS = {
-    "load": 6, "unload": 4, "force": 4, "gate": 6, "lease": 3, "cancel": 4, "kill": 2,
-    "reconcile": 1, "look": 2,
+    "load": 6,
+    "unload": 4,
+    "force": 4,
+    "gate": 6,
+    "lease": 3,
+    "cancel": 4,
+    "kill": 2,
+    "reconcile": 1,
+    "look": 2,
 }
 
 
@@ -71,8 +78,11 @@ class Storm:
     def traffic(self) -> None:
         if sum(not client.done() for client in self.clients) < AT_ONCE:
             body = {
-                "model": self.rng.choice(NAMES), "prompt": "a", "ignore_eos": True,
-                "max_tokens": self.rng.choice([3, 20, 400]), "stream": self.rng.random() < 0.6,
+                "model": self.rng.choice(NAMES),
+                "prompt": "a",
+                "ignore_eos": True,
+                "max_tokens": self.rng.choice([3, 20, 400]),
+                "stream": self.rng.random() < 0.6,
             }
             self.clients.append(asyncio.ensure_future(self.client(body, f"c{len(self.clients)}")))
 
