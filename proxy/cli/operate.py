@@ -179,7 +179,7 @@ def _unloaded(remote: Remote, job: dict[str, Any], *, no_wait: bool, as_json: bo
     elif job["state"] == "done":
         click.echo(f"{job['model']} is unloaded after {seconds(job['seconds'])}")
         if job["cut"]:
-            click.echo(f"{len(job['cut'])} requests were cut at the deadline: {' '.join(job['cut'])}")
+            click.echo(f"cut at the deadline: {len(job['cut'])} ({' '.join(job['cut'])})")
         if job["result"].get("warning"):
             click.secho(job["result"]["warning"], fg="yellow", err=True)
     _end(job, as_json=as_json, hint=f"`llama-proxy unload --force {job['model']}` does not wait for anything")

@@ -171,7 +171,9 @@ async def storm(proxy: Proxy, seed: int, actions: int) -> None:
         jobs = (await made.ask("GET", "/api/jobs"))[1]["jobs"]
         assert jobs and all(job["ended"] for job in jobs), jobs
     assert proxy.engines() == [] and not [pid for pid in made.pids if psutil.pid_exists(pid)]
-    assert not [line for line in proxy.events() if line.get("level") in {"error", "critical"}]
+    errors = [line for line in proxy.events() if line["level"] in {"error", "critical"}]
+    # engines were killed and stopped on purpose; nothing else may have gone wrong
+    assert not [line for line in errors if line.get("cause") not in {"crash", "wedge"}], errors
     assert proxy.stop() == 0
     until("no process is left", lambda: not proxy.children(), 10)
 
