@@ -12,7 +12,7 @@ from proxy.app.control import Control
 from proxy.app.describe import Described
 from proxy.app.engines import Engines, IdentityCheck
 from proxy.app.reconcile import Reconciler
-from proxy.backends import ControlEvent, Fleet
+from proxy.backends import ControlEvent, Fleet, Job, JobChanged, JobKind
 from proxy.catalog import Catalog
 from proxy.clock import Clock, monotonic
 from proxy.errors import ProxyError
@@ -54,6 +54,7 @@ class Proxy:
         self.metrics = Metrics()
         self.catalog = Catalog(settings.models)
         self.stopping = False
+        self._swaps: set[str] = set()
         self.hub = EventHub()
         self.fleet = Fleet(
             settings,
@@ -91,8 +92,17 @@ class Proxy:
         return make_http(context)
 
     def _heard(self, event: ControlEvent) -> None:
+        if isinstance(event, JobChanged) and event.job.kind is JobKind.LOAD:
+            self._told_of_load(event.job)
         if self.hub.watched:
             self.control.note(self.hub, event)
+
+    def _told_of_load(self, job: Job) -> None:
+        """Let requests show that their model waits for others to make room."""
+        waits = not job.ended and bool(self.fleet.status(job.model).waits_for)
+        if waits != (job.model in self._swaps):
+            (self._swaps.add if waits else self._swaps.discard)(job.model)
+            self.admission.swap_wait(job.model, waiting=waits)
 
     @property
     def live(self) -> int:

@@ -329,6 +329,27 @@ def test_a_lease_holds_back_the_unload_of_an_idle_model(
     assert causes == {"ttl"}
 
 
+def test_who_waits_for_room_says_so(start: Callable[..., Proxy], zoo: Callable[[str], Path]) -> None:
+    """A request whose model waits for a busy one's memory shows that, is served when there is room, and the job tells."""
+    entry = config(zoo("llama-mid"), *ROOM, vram_bytes=60)
+    memory = {"vram_bytes": 100, "min_residency_s": 0, "swap_patience_s": 300}
+    proxy = start({"models": {"m": entry, "other": entry}, "memory": memory})
+    busy_one = Client(proxy, {**LONG, "stream": True}, "busy")
+    assert busy_one.first.wait(60)
+    waits = Client(proxy, {**SHORT, "model": "other"}, "waits")
+
+    def reason() -> Any:
+        return [one["reason"] for one in proxy.get("/api/requests?model=other")["requests"]]
+
+    until("it waits for room", lambda: reason() == ["swap_wait"], 30)
+    assert "m" in proxy.get("/api/models/other")["backend"]["waits_for"]
+    [job] = proxy.get("/api/jobs?model=other")["jobs"]
+    assert (job["kind"], job["cause"], job["progress"]["stage"]) == ("load", "request", "memory")
+    force(proxy)
+    busy_one.unloaded()
+    assert waits.end().status == 200
+
+
 def test_the_log_is_followed_over_generations(
     start: Callable[..., Proxy], zoo: Callable[[str], Path]
 ) -> None:

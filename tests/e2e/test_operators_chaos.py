@@ -113,7 +113,12 @@ class Storm:
     async def force(self, name: str) -> None:
         order = {"force": True, "then": self.rng.choice(["open", "open", "block"]), "reason": "chaos"}
         status, answer = await self.ask("POST", f"/api/models/{name}/unload", order)
-        assert status == 200 and answer["ok"] and answer["seconds"] < GRACE_S + 2, answer
+        assert answer["seconds"] < GRACE_S + 2 and answer["unsettled"] == [], answer
+        # a busy kernel may take longer to clear a killed process away: said, and true soon
+        assert (status == 200) is answer["ok"] is (not answer["left"]), answer
+        async with asyncio.timeout(30):
+            while any(map(lives, answer["left"])):
+                await asyncio.sleep(0.05)
 
     async def gate(self, name: str) -> None:
         path = self.rng.choice([f"/api/models/{name}/gate", "/api/gate"])
@@ -150,6 +155,14 @@ class Storm:
         self.pids.update(m["backend"]["pid"] for m in body["models"] if m["backend"]["pid"])
 
 
+def lives(pid: int) -> bool:
+    """Whether there is such a process, and it is more than an entry in a table."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except (psutil.NoSuchProcess, IndexError):
+        return False
+
+
 async def storm(proxy: Proxy, seed: int, actions: int) -> None:
     """Run one and assert what must hold after any."""
     timeout = aiohttp.ClientTimeout(total=300)
@@ -170,10 +183,12 @@ async def storm(proxy: Proxy, seed: int, actions: int) -> None:
         assert (await made.ask("GET", "/api/requests"))[1] == {"requests": []}
         jobs = (await made.ask("GET", "/api/jobs"))[1]["jobs"]
         assert jobs and all(job["ended"] for job in jobs), jobs
-    assert proxy.engines() == [] and not [pid for pid in made.pids if psutil.pid_exists(pid)]
+    assert proxy.engines() == [] and not [pid for pid in made.pids if lives(pid)]
     errors = [line for line in proxy.events() if line["level"] in {"error", "critical"}]
     # engines were killed and stopped on purpose; nothing else may have gone wrong
-    assert not [line for line in errors if line.get("cause") not in {"crash", "wedge"}], errors
+    meant = {"crash", "wedge"}
+    others = [e for e in errors if e.get("cause") not in meant and e["event"] != "processes survived a kill"]
+    assert not others, others
     assert proxy.stop() == 0
     until("no process is left", lambda: not proxy.children(), 10)
 
