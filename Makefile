@@ -17,10 +17,10 @@ SERVE_FLAGS := $(if $(CONFIG),--config '$(CONFIG)') $(if $(MODEL),--model '$(MOD
 RUNTIME := $(VENV)/.runtime
 DEV     := $(VENV)/.dev
 
-.PHONY: help setup serve test check fmt fast soak clean lock
+.PHONY: help setup serve test check fmt fast soak test-asan test-tsan clean lock
 
 help: ## show this list
-	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo
 	@echo "  make serve MODEL=file.gguf      your own model"
 	@echo "  make serve ENGINE=llama-server  a stock engine, without phases"
@@ -62,8 +62,16 @@ check: $(DEV) ## lint, types, fast tests
 fmt: $(DEV) ## format and fix what can be fixed
 	@$(BIN)/ruff check --fix . && $(BIN)/ruff format .
 
-soak: $(DEV) ## long, seeded, bounded load
-	@$(BIN)/python -m pytest -q -m soak
+# SEED repeats a run; REQUESTS per policy, PASSES of the contract, MINUTES in all bound it
+soak: $(DEV) ## long load, seeded and bounded [SEED=… REQUESTS=2000 PASSES=20 MINUTES=60]
+	@SOAK_SEED='$(SEED)' SOAK_REQUESTS='$(REQUESTS)' SOAK_PASSES='$(PASSES)' SOAK_MINUTES='$(MINUTES)' \
+		$(BIN)/python scripts/run_tests.py --soak
+
+test-asan: $(DEV) ## the barrier contract on an engine with ASan and UBSan [PLANTED=1: are planted defects found?]
+	@$(BIN)/python -m tests.sanitize address $(if $(PLANTED),--planted)
+
+test-tsan: $(DEV) ## all views read beside a load on an engine with TSan [PLANTED=1]
+	@$(BIN)/python -m tests.sanitize thread $(if $(PLANTED),--planted)
 
 lock: ## write constraints.txt from a fresh environment
 	@mkdir -p build && rm -rf build/lock && $(PYTHON) -m venv build/lock && build/lock/bin/python -m pip -q --disable-pip-version-check install '.[dev]'

@@ -202,6 +202,7 @@ class Admission(Frozen):
     wide_patience_s: Seconds = 5.0
     keepalive_s: OptionalSeconds = 15.0
     cohort_gather_ms: Annotated[int, Field(ge=0, le=1000)] = 20
+    native_standby: bool = True
     recall: bool = True
     fair_share: bool = True
     fair_decode_weight: Annotated[float, Field(ge=0, le=1000, allow_inf_nan=False)] = 2.0

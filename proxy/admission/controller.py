@@ -71,6 +71,7 @@ def limits_of(settings: Settings) -> Limits:
         wide_patience_s=admission.wide_patience_s,
         gather_ms=admission.cohort_gather_ms,
         stale_after_s=admission.stale_after_s,
+        native_standby=admission.native_standby,
         fair_share=admission.fair_share,
         fair_decode_weight=admission.fair_decode_weight,
         age_after_s=admission.age_after_s,

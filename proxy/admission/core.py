@@ -85,13 +85,16 @@ def _apply(state: State, event: Event, rooms: dict[str, Room], now: float) -> li
         case Requeued(ticket):
             return _requeued(state, ticket, rooms, now)
         case Reported():
-            return _reported(state, event)
+            return _reported(state, event, rooms)
         case SwapWait(model, waiting):
             room = rooms[model] = state.room(model)
             room.swap_wait = waiting
             return []
         case BackendReady(key, info):
-            return _ready(state, Ledger(key, info, now, state.limits.stale_after_s), rooms, now)
+            limits = state.limits
+            return _ready(
+                state, Ledger(key, info, now, limits.stale_after_s, limits.native_standby), rooms, now
+            )
         case BackendDown(key, error):
             return _down(state, key, error, rooms, now)
         case LoadFailed(model, error):
@@ -118,6 +121,7 @@ def _apply(state: State, event: Event, rooms: dict[str, Room], now: float) -> li
                 rooms[room.model] = room
                 for ledger in room.books.values():
                     ledger.stale_after_s = limits.stale_after_s
+                    ledger.native_standby = limits.native_standby
             return []
         case Tick():
             rooms.update(state.rooms)
@@ -190,10 +194,11 @@ def _requeued(state: State, ticket: str, rooms: dict[str, Room], now: float) -> 
     return [*effects, Poke(ledger.key)]
 
 
-def _reported(state: State, event: Reported) -> list[Effect]:
+def _reported(state: State, event: Reported, rooms: dict[str, Room]) -> list[Effect]:
     entry = state.tickets.get(event.ticket)
     if entry is not None:
-        room = state.room(entry.spec.model)
+        # counters move, and with them who is first
+        room = rooms[entry.spec.model] = state.room(entry.spec.model)
         accounts.reported(
             room, entry, state.limits, event.prompt_tokens, event.cached_tokens, event.generated_tokens
         )

@@ -99,6 +99,8 @@ class Ledger:
     info: EngineInfo
     ready_at: float
     stale_after_s: float
+    native_standby: bool = True
+    """Whether one more than the slots may wait in the engine's own queue."""
     charges: dict[str, Charge] = field(default_factory=dict)
     """By tag."""
     snapshot: Snapshot | None = None
@@ -138,7 +140,9 @@ class Ledger:
         if mirror is Mirror.STALE and live == 0:
             free = slots
         crowded = any(charge.wide for charge in self.charges.values())
-        standby = 1 if self.phased and mirror is not Mirror.STALE and not crowded else 0
+        standby = (
+            1 if self.native_standby and self.phased and mirror is not Mirror.STALE and not crowded else 0
+        )
         idle = live == 0 and (mirror is Mirror.STALE or self._sum(cancelling=None) == 0)
         return Capacity(free, standby, foreign, mirror, idle)
 

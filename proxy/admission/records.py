@@ -111,6 +111,7 @@ class Limits:
     wide_patience_s: float = 5.0
     gather_ms: int = 20
     stale_after_s: float = 3.0
+    native_standby: bool = True
     fair_share: bool = True
     fair_decode_weight: float = 2.0
     age_after_s: float | None = 60.0

@@ -59,6 +59,14 @@ def test_one_standby_where_cohorts_form(policy, in_flight):
     assert len(s.granted) == in_flight
 
 
+def test_no_standby_where_it_is_switched_off():
+    """`native_standby: false`: nobody waits inside an engine that exactly fills its slots."""
+    s = Scene(native_standby=False).ready(slots=4, policy=DRAIN)
+    for index in range(8):
+        s.arrive(f"t{index}")
+    assert len(s.granted) == 4
+
+
 def test_gather_hint_only_with_followers():
     """A lone request never waits for companions; the last of a burst has none either."""
     s = Scene().ready(slots=2, policy=DRAIN).arrive("lone")

@@ -54,13 +54,6 @@ def test_a_slice_of_the_storm(engine: EngineFactory, policy: str, seed: int) -> 
     _storm(engine, policy, seed, 200)
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("policy", ALL_POLICIES)
-def test_the_whole_storm(engine: EngineFactory, policy: str) -> None:
-    """2,000 random requests."""
-    _storm(engine, policy, 77, 2000)
-
-
 @pytest.mark.parametrize("policy", ALL_POLICIES)
 def test_ten_thousand_decode_calls(engine: EngineFactory, policy: str) -> None:
     """0 mixed and 0 early in `drain` and `yield`, > 0 mixed in `mixed`, counters equal the trace."""

@@ -29,8 +29,11 @@ def test_sanitizers() -> None:
     assert some.sanitize == (Sanitizer.ADDRESS, Sanitizer.UNDEFINED)
     assert some.definitions()["PHASE_SANITIZE"] == "address,undefined"
     thread = BuildOptions(sanitize=(Sanitizer.THREAD,)).definitions()
-    assert thread["LLAMA_SANITIZE_THREAD"] == "ON"
-    assert thread["GGML_OPENMP"] == "OFF"
+    assert thread["PHASE_SANITIZE"] == "thread"
+    assert "GGML_OPENMP" not in thread
+    stock = BuildOptions(sanitize=(Sanitizer.THREAD,), stock=True).definitions()
+    assert (stock["LLAMA_SANITIZE_THREAD"], stock["GGML_OPENMP"]) == ("ON", "OFF")
+    assert "PHASE_SANITIZE" not in stock
     with pytest.raises(EngineToolError, match="memory"):
         parse_sanitizers("memory")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,8 +18,9 @@ ALLOWED_STATUS = frozenset({200})
 
 @dataclass(slots=True)
 class Report:
-    """What became of a load: how many of each outcome, and the failures in words."""
+    """What became of a load: how many were sent, how many had each outcome, and the failures in words."""
 
+    sent: int = 0
     outcomes: Counter[str] = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
 
@@ -65,22 +67,27 @@ def run_load(
     in_flight: int = 9,
     leave: float = 0.25,
     request_timeout_s: float = 240.0,
+    go_on: Callable[[Report], bool] = lambda _: True,
 ) -> Report:
     """Run ``count`` requests, up to ``in_flight`` at once; a share of the clients leaves early.
 
-    Every request ends in exactly one outcome within ``request_timeout_s``, or it is a failure.
+    Every request ends in exactly one outcome within ``request_timeout_s``, or it is a failure. Before each one ``go_on`` sees what
+    became of the others so far; once it says no, nothing more is sent.
     """
     rng = random.Random(seed)
     report = Report()
     running: list[tuple[Exchange, float | None, str]] = []
     for number in range(count):
+        if not go_on(report):
+            break
         path, body = _request(rng, number, adapters=adapters)
         headers = {}
         if rng.random() < 0.2:
             headers["x_phase_gather_ms"] = str(rng.choice((0, 5, 20)))
         exchange = server.start(body, tag=f"load{number}", path=path, **headers)
         leaves_at = time.monotonic() + rng.expovariate(8) if rng.random() < leave else None
-        running.append((exchange, leaves_at, f"{path} {body}"))
+        running.append((exchange, leaves_at, f"request {number} of seed {seed}: {path} {body}"))
+        report.sent += 1
         while len(running) >= in_flight:
             running = _settle(server, running, report, request_timeout_s)
     while running:

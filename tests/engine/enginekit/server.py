@@ -30,7 +30,7 @@ TRACE_ENV = "LLAMA_PHASE_TRACE"
 EXACT = ("-fa", "off", "-ctk", "f32", "-ctv", "f32")
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     """Ask Linux to end this process with the test runner, however that ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
@@ -74,7 +74,7 @@ class Server:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=self._env,
-                preexec_fn=_die_with_parent,
+                preexec_fn=die_with_parent,
             )
         try:
             self._wait_ready()

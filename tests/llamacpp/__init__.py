@@ -1,0 +1,1 @@
+"""llama.cpp's own server tests, run from the pinned source against our engine and the unpatched one."""
