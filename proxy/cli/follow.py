@@ -3,6 +3,7 @@
 import time
 from typing import Any, Final
 
+import click
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
@@ -22,6 +23,10 @@ def follow(remote: Remote, job: dict[str, Any], *, as_json: bool) -> dict[str, A
             answer = remote.ask("GET", f"/api/jobs/{quoted(job['id'])}?wait={_WAIT_S}")
             job = unwrap(answer, as_json=as_json)
             shown.show(job)
+    except KeyboardInterrupt:
+        shown.close()
+        click.echo(f"the {job['kind']} goes on: llama-proxy jobs {job['id']}", err=True)
+        raise
     finally:
         shown.close()
     return job
