@@ -31,7 +31,7 @@ LAYER_OF = {
 }
 
 THIRD_PARTY_ROOMS = {
-    "pydantic": {"settings", "config", "http.body"},
+    "pydantic": {"settings", "config", "http.orders"},
     "pydantic_settings": {"settings", "config"},
     "yaml": {"config"},
     "prometheus_client": {"metrics"},

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from proxy.admission import Admission
+from proxy.app.shown import gate_shown
 from proxy.backends import Fleet
 from proxy.catalog import Catalog
 from proxy.clock import Clock
@@ -46,6 +47,8 @@ class Described:
             "id": model,
             **self.meta(model),
             "admin": view.gate.value,
+            "gate": gate_shown(fleet.gates.gate(model)),
+            "jobs": [job.id for job in fleet.jobs.all(model) if not job.ended],
             "backend": {
                 "kind": status.kind.value,
                 "generation": status.generation,
@@ -53,7 +56,10 @@ class Described:
                 "port": status.port,
                 "since_s": round(now - status.since, 3),
                 "stage": status.stage.value if status.stage else None,
+                "waits_for": status.waits_for or None,
                 "cause": status.cause.value,
+                "strikes": status.strikes,
+                "retry_in_s": None if status.retry_at is None else round(max(0.0, status.retry_at - now), 3),
                 "identity": status.identity,
                 "build": info.build if info else "",
                 "series": info.series if info else "",

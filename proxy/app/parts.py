@@ -7,10 +7,12 @@ from aiohttp import web
 
 from proxy import __version__, logs
 from proxy.admission import Admission
+from proxy.app.books import Books
+from proxy.app.control import Control
 from proxy.app.describe import Described
 from proxy.app.engines import Engines, IdentityCheck
 from proxy.app.reconcile import Reconciler
-from proxy.backends import Fleet
+from proxy.backends import ControlEvent, Fleet, Job, JobChanged, JobKind
 from proxy.catalog import Catalog
 from proxy.clock import Clock, monotonic
 from proxy.errors import ProxyError
@@ -20,6 +22,7 @@ from proxy.http.ports import HttpContext
 from proxy.http.routes import make_http
 from proxy.metrics import Metrics
 from proxy.settings import Settings
+from proxy.state import StateDir
 from proxy.types import (
     BackendKey,
     Cause,
@@ -43,12 +46,16 @@ class Proxy:
         engines: Engines,
         *,
         clock: Clock = monotonic,
+        state: StateDir | None = None,
     ) -> None:
+        """Without `state` gates, leases and run records end with this proxy."""
         self.settings = settings
         self.clock = clock
         self.metrics = Metrics()
         self.catalog = Catalog(settings.models)
         self.stopping = False
+        self._swaps: set[str] = set()
+        self.hub = EventHub()
         self.fleet = Fleet(
             settings,
             self.catalog,
@@ -57,8 +64,11 @@ class Proxy:
             engine_resolver=engines,
             observer=_Observer(self),
             verify=IdentityCheck(),
+            requests=Books(lambda: self.admission),
+            state=state,
+            listener=self._heard,
         )
-        self.hub = EventHub()
+        self.control = Control(self.fleet)
         self.admission = Admission(
             settings, self.metrics, _World(self), clock=clock, listener=partial(note_effect, self.hub)
         )
@@ -77,8 +87,22 @@ class Proxy:
             models=Described(self.catalog, self.fleet, self.admission, lambda: self.stopping, self.clock),
             clock=self.clock,
             hub=self.hub,
+            control=self.control,
         )
         return make_http(context)
+
+    def _heard(self, event: ControlEvent) -> None:
+        if isinstance(event, JobChanged) and event.job.kind is JobKind.LOAD:
+            self._told_of_load(event.job)
+        if self.hub.watched:
+            self.control.note(self.hub, event)
+
+    def _told_of_load(self, job: Job) -> None:
+        """Let requests show that their model waits for others to make room."""
+        waits = not job.ended and bool(self.fleet.status(job.model).waits_for)
+        if waits != (job.model in self._swaps):
+            (self._swaps.add if waits else self._swaps.discard)(job.model)
+            self.admission.swap_wait(job.model, waiting=waits)
 
     @property
     def live(self) -> int:

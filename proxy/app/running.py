@@ -15,6 +15,7 @@ from proxy.app.parts import Proxy
 from proxy.errors import ErrorCode, ProxyError
 from proxy.http.server import ProxyRunner
 from proxy.settings import Settings
+from proxy.state import StateDir, default_dir
 
 STOP_MARGIN_S: Final = 3.0
 """After the drain deadline: time for error events to reach their clients before sockets close."""
@@ -55,7 +56,8 @@ async def serve(settings: Settings, engines: Engines, told: Callable[[Listening]
 async def _listening(
     settings: Settings, engines: Engines, cut: asyncio.Event
 ) -> AsyncIterator[tuple[Proxy, web.TCPSite, Listening]]:
-    proxy = Proxy(settings, engines)
+    state = StateDir.open(settings.server.state_dir or default_dir())
+    proxy = Proxy(settings, engines, state=state)
     runner = ProxyRunner(proxy.http(), settings)
     try:
         await proxy.fleet.start()

@@ -13,14 +13,18 @@ again on another port, and `Owner` tells a stranger who got there first from our
 """
 
 import socket
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from types import TracebackType
-from typing import Self
+from typing import Final, Self
 
 import psutil
 
 from proxy.backends.command import HOST
+
+GONE: Final = (psutil.NoSuchProcess, IndexError)
+"""What psutil raises for a process that is gone; the second when it goes while its `stat` is read, which is then empty."""
 
 
 class Owner(StrEnum):
@@ -70,7 +74,7 @@ def listeners(pid: int) -> tuple[Listener, ...]:
     """Return the listening TCP sockets of a process, none when it is gone or not ours to see."""
     try:
         found = psutil.Process(pid).net_connections("tcp")
-    except (psutil.NoSuchProcess, psutil.AccessDenied):
+    except (*GONE, psutil.AccessDenied):
         return ()
     return tuple(
         Listener(pid, conn.laddr.ip, conn.laddr.port)
@@ -106,3 +110,19 @@ def descendants(pid: int) -> list[int]:
         return [child.pid for child in psutil.Process(pid).children(recursive=True)]
     except psutil.NoSuchProcess:
         return []
+    except IndexError:
+        # somebody else's process ended under the look at all of them: look at each by itself
+        return _below(pid)
+
+
+def _below(pid: int) -> list[int]:
+    children: dict[int, list[int]] = {}
+    for one in psutil.pids():
+        with suppress(*GONE, psutil.AccessDenied):
+            children.setdefault(psutil.Process(one).ppid(), []).append(one)
+    found, ask = [], [pid]
+    while ask:
+        below = children.pop(ask.pop(), [])
+        found += below
+        ask += below
+    return found

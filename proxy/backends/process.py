@@ -18,7 +18,7 @@ from typing import Final
 import psutil
 
 from proxy.backends.command import Command
-from proxy.backends.listening import descendants
+from proxy.backends.listening import GONE, descendants
 from proxy.backends.logtail import LogTail
 from proxy.backends.output import FileFollower, LogFile, PipeDrain, open_for_engine
 
@@ -297,7 +297,7 @@ def process_status(pid: int) -> str:
     """Return what the kernel says of a process, `dead` when there is none."""
     try:
         return psutil.Process(pid).status()
-    except psutil.NoSuchProcess:
+    except GONE:
         return psutil.STATUS_DEAD
 
 
@@ -313,5 +313,5 @@ def _born(pid: int) -> float | None:
     try:
         process = psutil.Process(pid)
         return None if process.status() == psutil.STATUS_ZOMBIE else process.create_time()
-    except psutil.NoSuchProcess:
+    except GONE:
         return None

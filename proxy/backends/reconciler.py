@@ -6,7 +6,7 @@ from typing import Final
 import psutil
 
 from proxy import logs
-from proxy.backends.listening import descendants
+from proxy.backends.listening import GONE, descendants
 from proxy.backends.ports import Requests
 from proxy.backends.reconcile import (
     Difference,
@@ -89,7 +89,7 @@ def _foreign(pid: int | None, port: int | None) -> int:
         ours = {local for local, remote in _pairs(psutil.Process().pid) if remote == port}
         theirs = [pair for member in (pid, *descendants(pid)) for pair in _pairs(member)]
         return sum(local == port and remote not in ours for local, remote in theirs)
-    except (psutil.NoSuchProcess, psutil.AccessDenied):
+    except (*GONE, psutil.AccessDenied):
         return 0
 
 

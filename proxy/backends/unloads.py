@@ -11,6 +11,7 @@ looked at again, and the answer is given.
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import replace
 from typing import Any, Final
@@ -64,6 +65,7 @@ class Unloads:
         self._clock = clock
         self._tasks: dict[str, asyncio.Task[Any]] = {}
         self._blocked: set[str] = set()
+        self._forces: Counter[str] = Counter()
 
     async def close(self) -> None:
         """End the jobs under way: the models are stopped by somebody else. A force-unload may still answer."""
@@ -104,7 +106,7 @@ class Unloads:
     async def _unload_job(
         self, job: Job, deadline_s: float, after: Gate | None, reason: str, mode: GateMode
     ) -> None:
-        model = job.model
+        model, forces = job.model, self._forces[job.model]
         draining = Gate(AdminState.DRAINING, reason or "unloading", mode, job.audit)
         try:
             with self._gates.draining(model, draining):
@@ -131,7 +133,8 @@ class Unloads:
         if report is not None and report.left:
             words = f"processes {', '.join(map(str, report.left))} outlived a KILL"
             self._desk.close(job.id, JobState.FAILED, error=words, cut=cut, result=result)
-        elif self._desk.running(model, JobKind.FORCE) is not None:
+        elif self._forces[model] != forces:
+            # it may be over by now
             words = "a force-unload took its place"
             self._desk.close(job.id, JobState.CANCELLED, error=words, cut=cut, result=result)
         else:
@@ -203,6 +206,7 @@ class Unloads:
     def _cut(self, job: Job, reason: str) -> Coroutine[Any, Any, UnloadReport]:
         """Steps 1 and 2, and the first half of 3; the rest is returned."""
         model, began = job.model, self._clock()
+        self._forces[model] += 1
         runner, live = self._runner(model), self._requests.live(model)
         status, exchanges = runner.status(), runner.exchanges
         error = _unloaded(model, Cause.FORCE, reason)

@@ -5,7 +5,10 @@ import click
 from proxy import __version__
 from proxy.cli.bench import bench
 from proxy.cli.config import config, init
+from proxy.cli.doctor import doctor
 from proxy.cli.engine import engine
+from proxy.cli.jobs import engine_logs, jobs, leases
+from proxy.cli.operate import gate, load, models, unload
 from proxy.cli.requests import cancel, requests
 from proxy.cli.serve import serve
 from proxy.cli.watch import watch
@@ -25,3 +28,5 @@ cli.add_command(watch)
 cli.add_command(bench)
 cli.add_command(requests)
 cli.add_command(cancel)
+for command in (models, load, unload, gate, jobs, leases, engine_logs, doctor):
+    cli.add_command(command)

@@ -1,12 +1,14 @@
 """Talking to a running proxy from the command line: where it is, with which key, and what went wrong."""
 
+import contextlib
+import http.client
 import json
 import os
 import sys
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -29,6 +31,8 @@ class Exit(IntEnum):
     UNREACHABLE = 3
     UNKNOWN = 4
     """Something that was named does not exist (any more)."""
+    FAILED = 5
+    """What was ordered came to nothing: a load that failed, a process that would not end, a check with findings."""
     INTERRUPTED = 130
 
 
@@ -50,6 +54,14 @@ class UnreachableError(Exception):
     """Nobody answers there, or not in HTTP."""
 
 
+class RefusedError(Exception):
+    """The proxy answered with an error."""
+
+    def __init__(self, answer: Answer) -> None:
+        super().__init__(answer.problem)
+        self.answer = answer
+
+
 @dataclass(frozen=True, slots=True)
 class Remote:
     """A running proxy's operator API."""
@@ -57,23 +69,57 @@ class Remote:
     url: str
     key: str = ""
 
-    def ask(self, method: str, path: str) -> Answer:
-        """Send a request without a body; raises `UnreachableError`. Error answers are returned, not raised."""
-        headers = {"Accept": "application/json"}
-        if self.key:
-            headers["Authorization"] = f"Bearer {self.key}"
-        request = urllib.request.Request(self.url + path, headers=headers, method=method)  # noqa: S310 - checked below
-        # the proxy is asked itself, whatever http_proxy says
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    def ask(
+        self, method: str, path: str, body: Mapping[str, Any] | None = None, timeout_s: float = TIMEOUT_S
+    ) -> Answer:
+        """Send a request; raises `UnreachableError`. Error answers are returned, not raised."""
         try:
-            with opener.open(request, timeout=TIMEOUT_S) as answer:
+            with self._opened(method, path, body, timeout_s) as answer:
                 return Answer(answer.status, _decoded(answer.read()))
         except urllib.error.HTTPError as error:
             with error:
                 return Answer(error.code, _decoded(error.read()))
-        except (OSError, ValueError) as error:
-            reason = getattr(error, "reason", None) or error
-            raise UnreachableError(f"no proxy answers at {self.url}: {reason}") from None
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            raise self._unreachable(error) from None
+
+    def text(self, path: str, timeout_s: float = TIMEOUT_S) -> str:
+        """Return what a path answers as text; raises `RefusedError` and `UnreachableError`."""
+        return "".join(self.lines(path, timeout_s))
+
+    def lines(self, path: str, timeout_s: float | None = TIMEOUT_S) -> Iterator[str]:
+        """Yield the lines of an answer as they come (None: however long that takes), each with its end.
+
+        Raises `RefusedError` for an error answer, `UnreachableError` when nobody answers or the answer breaks off.
+        """
+        try:
+            with self._opened("GET", path, None, timeout_s) as answer:
+                for line in answer:
+                    yield line.decode("utf-8", "replace")
+        except urllib.error.HTTPError as error:
+            with error:
+                raise RefusedError(Answer(error.code, _decoded(error.read()))) from None
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            raise self._unreachable(error) from None
+
+    def _opened(self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float | None) -> Any:
+        headers = {"Accept": "application/json" if timeout_s is not None else "*/*"}
+        if self.key:
+            headers["Authorization"] = f"Bearer {self.key}"
+        data = None
+        if method == "POST":
+            headers["Content-Type"] = "application/json"
+            data = json.dumps(body or {}).encode()
+        request = urllib.request.Request(self.url + path, data, headers, method=method)  # noqa: S310 - see find
+        # the proxy is asked itself, whatever http_proxy says
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        return opener.open(request, timeout=timeout_s)
+
+    def _unreachable(self, error: Exception) -> UnreachableError:
+        reason = getattr(error, "reason", None) or str(error) or type(error).__name__
+        return UnreachableError(
+            f"no proxy answers at {self.url}: {reason}\n"
+            "start one with `llama-proxy serve`, or name it with --url or $LLAMA_PROXY_URL"
+        )
 
 
 def find(url: str | None, key: str | None, config_file: Path | None) -> Remote:
@@ -119,6 +165,36 @@ def fail(text: str, code: Exit, *, as_json: bool) -> NoReturn:
         click.echo(json.dumps({"ok": False, "error": text, "exit_code": int(code)}))
     click.secho(text, fg="red", err=True)
     sys.exit(int(code))
+
+
+def unwrap(answer: Answer, *, as_json: bool, unknown: bool = True) -> dict[str, Any]:
+    """Return the body of a success; end with the proxy's words otherwise (`unknown`: a 404 means what was named)."""
+    if answer.status < 300 and isinstance(answer.body, dict):
+        return answer.body
+    code = Exit.UNKNOWN if answer.status == 404 and unknown else Exit.REFUSED
+    hint = ""
+    if answer.status == 401:
+        hint = "\ngive the admin key with --key or $LLAMA_PROXY_ADMIN_KEY"
+    fail(answer.problem + hint, code, as_json=as_json)
+
+
+@contextlib.contextmanager
+def told(*, as_json: bool) -> Iterator[None]:
+    """End with words and an exit code for a proxy that does not answer, refuses a stream, or Ctrl-C."""
+    try:
+        yield
+    except UnreachableError as error:
+        fail(str(error), Exit.UNREACHABLE, as_json=as_json)
+    except RefusedError as error:
+        code = Exit.UNKNOWN if error.answer.status == 404 else Exit.REFUSED
+        fail(error.answer.problem, code, as_json=as_json)
+    except KeyboardInterrupt:
+        sys.exit(int(Exit.INTERRUPTED))
+
+
+def quoted(name: str) -> str:
+    """Return a name as one part of a path."""
+    return urllib.parse.quote(name, safe="")
 
 
 def _decoded(data: bytes) -> Any:

@@ -108,7 +108,11 @@ class Events:
 
     def _snapshot(self) -> dict[str, Any]:
         models = [dict(self._ctx.models.describe(model)) for model in self._ctx.catalog.ids()]
-        return {"at": time.time(), "requests": self._requests.all(), "models": models}
+        seen = {"at": time.time(), "requests": self._requests.all(), "models": models}
+        control = self._ctx.control
+        if control is not None:
+            seen |= {"jobs": list(control.jobs()), "leases": list(control.leases())}
+        return seen
 
     # --- comparing ----------------------------------------------------------------------------------
 

@@ -56,7 +56,8 @@ class Health:
     async def models(self, _request: web.Request) -> web.Response:
         """List everything an operator sees of all models."""
         models = [dict(self._ctx.models.describe(model)) for model in self._ctx.catalog.ids()]
-        return json_response({"models": models})
+        problem = self._ctx.control.state_problem if self._ctx.control is not None else ""
+        return json_response({"models": models, "warnings": [problem] if problem else []})
 
     async def model(self, request: web.Request) -> web.Response:
         """Show one model, by id or alias."""

@@ -10,16 +10,20 @@ from proxy.http import body
 from proxy.http.accounts import Accounts
 from proxy.http.auth import Gatekeeper
 from proxy.http.budgets import Sweeper
+from proxy.http.desk import Desk
 from proxy.http.endpoints import INFERENCE, dialect_of
+from proxy.http.enginelog import EngineLog
 from proxy.http.events import Events
 from proxy.http.health import Health
 from proxy.http.inference import Inference
 from proxy.http.middleware import Entry
 from proxy.http.openai import ModelList
+from proxy.http.operate import Operate
 from proxy.http.passage import PREFIX
-from proxy.http.ports import HttpContext
+from proxy.http.ports import Control, HttpContext
 from proxy.http.render import error_response
 from proxy.http.requests import Board, Requests
+from proxy.http.router import Router
 
 KEEPER: Final = web.AppKey("keeper", Gatekeeper)
 """The application's checks of callers, for handlers added by others."""
@@ -62,6 +66,8 @@ def make_http(ctx: HttpContext) -> web.Application:
     route(hdrs.METH_DELETE, "/api/requests/{id}", requests.cancel)
     get("/api/events", events.stream, allow_head=False)
     get("/favicon.ico", health.favicon)
+    if ctx.control is not None:
+        _operate(app, ctx, ctx.control)
 
     async def stop(_app: web.Application) -> None:
         # before connections are closed: watchers are told why their stream ends
@@ -74,6 +80,26 @@ def make_http(ctx: HttpContext) -> web.Application:
     app.on_shutdown.append(stop)
     app.on_cleanup.append(close)
     return app
+
+
+def _operate(app: web.Application, ctx: HttpContext, control: Control) -> None:
+    """Add the operators' paths."""
+    operate, desk, router = Operate(ctx, control), Desk(ctx, control), Router(ctx, control)
+    get, post = app.router.add_get, app.router.add_post
+    post("/api/models/{id}/load", operate.load)
+    post("/api/models/{id}/unload", operate.unload)
+    post("/api/models/{id}/reconcile", operate.reconcile)
+    post("/api/models/{id}/gate", operate.gate)
+    post("/api/gate", operate.gate)
+    get("/api/models/{id}/logs", EngineLog(ctx, control).log, allow_head=False)
+    get("/api/jobs", desk.jobs)
+    get("/api/jobs/{id}", desk.job)
+    get("/api/leases", desk.leases)
+    post("/api/leases", desk.lease)
+    app.router.add_delete("/api/leases/{id}", desk.release)
+    get("/models", router.list)
+    post("/models/load", router.load)
+    post("/models/unload", router.unload)
 
 
 class _Expect:

@@ -212,7 +212,11 @@ async def contents(client):
 
 async def test_force_ends_forty_requests_and_leaves_nothing(worlds, engine_binary, mid_model):
     """4 run and 36 wait: one answer each, in time; nothing is left; another model's streams never notice."""
-    world = worlds({"m": {"path": mid_model}, "other": {"path": mid_model}}, engine_binary)
+    # flags under which a token does not depend on what shares its batch
+    exact = {"path": mid_model, "args": ["-fa", "off", "-ctk", "f32", "-ctv", "f32"]}
+    models = {"m": exact, "other": exact}
+    # all that wait do so in our own queue
+    world = worlds(models, engine_binary, native_standby=False)
     fleet = world.fleet
     await asyncio.gather(fleet.load("m"), fleet.load("other"))
     alone = world.client("alone", "other", n_predict=300)
@@ -358,7 +362,8 @@ async def test_a_drain_lets_running_requests_finish_and_names_those_it_cuts(worl
     left = [
         e.job.progress.requests_left for e in world.told if isinstance(e, JobChanged) and e.job.id == job.id
     ]
-    assert 2 in left and 1 in left
+    # the short one may be done before the first look
+    assert 1 in left and left[-1] == 0
 
 
 async def test_a_drain_can_refuse_newcomers_and_leave_the_engine(worlds, engine_binary, mid_model):

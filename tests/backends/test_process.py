@@ -14,10 +14,10 @@ import psutil
 import pytest
 
 from proxy.backends.command import Command
-from proxy.backends.listening import Owner, Reservation, own_port, owner
+from proxy.backends.listening import Owner, Reservation, descendants, own_port, owner
 from proxy.backends.logtail import LogTail
 from proxy.backends.output import LogFile
-from proxy.backends.process import EngineProcess, describe_exit
+from proxy.backends.process import EngineProcess, describe_exit, process_status
 from tests.backends.conftest import alive, eventually
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -295,3 +295,22 @@ def test_the_words_name_the_cause():
     plain = LogTail()
     plain.add(b"hello\nworld\n")
     assert plain.words() == "hello; world"
+
+
+def test_descendants_are_found_while_others_vanish(monkeypatch):
+    """A process that ends while all of them are looked at costs the answer nothing."""
+    code = "import subprocess, sys; p = subprocess.Popen(['sleep', '60']); print(p.pid, flush=True); sys.stdin.read(); p.kill()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as parent:
+        child = int(parent.stdout.readline())
+
+        def torn(*_args, **_kwargs):
+            raise IndexError("list index out of range")
+
+        monkeypatch.setattr("psutil.Process.children", torn)
+        assert child in descendants(parent.pid) and child in descendants(os.getpid())
+        assert parent.pid in descendants(os.getpid())
+        parent.stdin.close()
+    monkeypatch.setattr("psutil.Process.status", torn)
+    assert process_status(os.getpid()) == "dead"

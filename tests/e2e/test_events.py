@@ -36,11 +36,11 @@ def test_a_watcher_sees_load_phases_and_end(start: Callable[..., Proxy], zoo: Ca
         ask = {"model": "m", "prompt": "a", "max_tokens": 50, "ignore_eos": True}
         assert proxy.post("/v1/completions", ask, headers={"x-request-id": "one"})[0] == 200
         seen: list[tuple[str, dict[str, Any]]] = []
-        while ("idle", "gone") not in {(a[1].get("phase"), b[0]) for a in seen for b in seen}:
+        # a request that is over between two comparisons is told by its outcome alone
+        while ("idle", "outcome") not in {(a[1].get("phase"), b[0]) for a in seen for b in seen}:
             seen.append(next(told))
         assert [data["state"] for kind, data in seen if kind == "model"] == ["starting", "loading", "ready"]
-        # states are compared now and then: a short one may not be told, but some are
-        assert {data["id"] for kind, data in seen if kind == "request"} == {"one"}
+        assert {data["id"] for kind, data in seen if kind == "request"} <= {"one"}
         [outcome] = [data for kind, data in seen if kind == "outcome"]
         assert (outcome["id"], outcome["outcome"]) == ("one", "completed")
         assert outcome["waits_s"]["model_loading"] > 0

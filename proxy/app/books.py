@@ -1,0 +1,46 @@
+"""What backends are told of requests: admission's books, in their words."""
+
+from collections.abc import Callable
+
+from proxy.admission import Admission
+from proxy.backends import Gate, LiveRequests
+from proxy.errors import ProxyError
+from proxy.types import TicketState
+
+
+class Books:
+    """The backends' `Requests` port. Admission is asked for when it is needed: it is made after the fleet."""
+
+    def __init__(self, admission: Callable[[], Admission]) -> None:
+        self._admission = admission
+
+    def live(self, model: str) -> LiveRequests:
+        """Return the model's tickets; one that is being ended counts only by the tag an engine may still work for."""
+        tickets = [ticket for ticket in self._admission().tickets() if ticket.model == model]
+        over = {TicketState.CANCELLING, TicketState.DONE}
+        return LiveRequests(
+            waiting=tuple(ticket.id for ticket in tickets if ticket.state is TicketState.QUEUED),
+            running=tuple(
+                ticket.id
+                for ticket in tickets
+                if ticket.state is not TicketState.QUEUED and ticket.state not in over
+            ),
+            tags=frozenset(ticket.tag for ticket in tickets if ticket.tag),
+        )
+
+    def end(self, model: str, error: ProxyError) -> None:
+        """End every ticket of the model."""
+        self._admission().end_model(model, error)
+
+    def gate(self, model: str, gate: Gate) -> None:
+        """Pass a gate on."""
+        self._admission().set_gate(model, gate.state, gate.reason, gate.mode)
+
+    def check(self, model: str) -> tuple[str, ...]:
+        """Return violations of admission's own rules; they concern all models, so every model shows them."""
+        _ = model
+        return tuple(self._admission().broken_rules())
+
+    async def settled(self, model: str, timeout_s: float) -> bool:
+        """Wait until nobody is past the queue."""
+        return await self._admission().drained(model, timeout=timeout_s)

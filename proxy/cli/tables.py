@@ -1,0 +1,80 @@
+"""Tables for people: plain columns on a terminal, wide ones into a pipe."""
+
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+_PIPE_WIDTH: Final = 240
+_MIN_TEXT: Final = 12
+_COLOURS: Final = {
+    "ready": "green",
+    "done": "green",
+    "open": "green",
+    "failed": "red",
+    "blocked": "yellow",
+    "draining": "yellow",
+    "stopping": "yellow",
+    "cancelled": "yellow",
+    "starting": "cyan",
+    "loading": "cyan",
+    "running": "cyan",
+}
+
+
+def console(*, err: bool = False) -> Console:
+    """Return a console; what is not a terminal gets lines that do not fold."""
+    found = Console(stderr=err, highlight=False)
+    return found if found.is_terminal else Console(stderr=err, highlight=False, width=_PIPE_WIDTH)
+
+
+def show(
+    columns: Sequence[str], rows: Iterable[Sequence[str]], empty: str, right: Iterable[str] = ()
+) -> None:
+    """Print a table, or `empty` where it has no rows. Columns in `right` are flush right.
+
+    On a terminal the last column, which is the one of free text, is cut to what is left of the line.
+    """
+    numbers, cells, target = set(right), [list(row) for row in rows], console()
+    if not cells:
+        target.print(empty, markup=False)
+        return
+    if target.is_terminal:
+        others = zip(*([*columns], *cells), strict=True)
+        taken = sum(max(map(len, column)) + 1 for column in list(others)[:-1])
+        room = max(_MIN_TEXT, target.width - taken)
+        for row in cells:
+            row[-1] = row[-1] if len(row[-1]) <= room else f"{row[-1][: room - 1]}…"
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+    for column in columns:
+        table.add_column(column, overflow="fold", justify="right" if column in numbers else "left")
+    for row in cells:
+        table.add_row(*(Text(cell, style=_COLOURS.get(cell, "")) for cell in row))
+    target.print(table)
+
+
+def seconds(value: float | None) -> str:
+    """Return a duration as people read it, with its unit."""
+    if value is None:
+        return ""
+    if value < 60:
+        return f"{value:.1f}s"
+    minutes, rest = divmod(int(value), 60)
+    if minutes < 60:
+        return f"{minutes}m{rest:02d}s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes:02d}m" if hours < 48 else f"{hours // 24}d{hours % 24:02d}h"
+
+
+def size(value: int | None) -> str:
+    """Return bytes as people read them."""
+    if value is None:
+        return ""
+    number = float(value)
+    for unit in ("B", "kB", "MB"):
+        if number < 1000:
+            return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
+        number /= 1000
+    return f"{number:.2f} GB"
