@@ -15,7 +15,9 @@ from tests.engine.enginekit.server import EXACT, Server
 from tests.engine.enginekit.zooclaims import Feature, Proof, SetUp
 from tests.engine.enginekit.zootable import proves
 
-ROUNDS, TASKS, CLOSE = 20, 3, 1e-4
+ROUNDS, TASKS = 20, 3
+CLOSE, ROUNDED = 1e-4, 5e-3
+"""Absolute, and relative for BERT: its GELU goes through a table in half precision, which turns on the batch."""
 LABELS = ("river", "stone", "boat", "mill")
 
 
@@ -54,10 +56,10 @@ def _numbers(value: Any) -> list[float]:
     return [float(value)] if isinstance(value, int | float) else []
 
 
-def _assert_alike(found: Any, wanted: Any) -> None:
+def _assert_alike(found: Any, wanted: Any, *, rounded: bool) -> None:
     numbers = _numbers(wanted)
     assert len(numbers) > 3, wanted
-    assert _numbers(found) == pytest.approx(numbers, abs=CLOSE)
+    assert _numbers(found) == pytest.approx(numbers, abs=CLOSE, rel=ROUNDED if rounded else None)
 
 
 def _round(server: Server, case: SetUp, wanted: list[Any], number: int) -> list[str]:
@@ -66,7 +68,7 @@ def _round(server: Server, case: SetUp, wanted: list[Any], number: int) -> list[
     calls = [ASK[case.name](task) for task in range(TASKS)]
     started = [server.start(body, path=path, tag=tag) for (path, body), tag in zip(calls, tags, strict=True)]
     for exchange, reference in zip(started, wanted, strict=True):
-        _assert_alike(exchange.ok().json(), reference)
+        _assert_alike(exchange.ok().json(), reference, rounded=case.model.startswith("bert"))
     return tags
 
 
