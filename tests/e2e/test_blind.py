@@ -44,7 +44,8 @@ def test_five_seconds_without_a_view(
     one line says what was found, and the books are right again."""
     engine = f"${{ENGINE}} -m {zoo('llama-mid')} -t 1 -np 4 -c 32768 --phase-policy mixed"
     command = f"{sys.executable} {VEIL} {tmp_path} ${{PORT}} {engine}"
-    proxy = start({"models": {"m": {"cmd": command}}}, traced=True)
+    # the watchdog would take so long a silence for a wedge
+    proxy = start({"models": {"m": {"cmd": command, "wedge_after_s": 0}}}, traced=True)
     stays = first(ask(proxy.url, "stays", 20_000))
     leaves = first(ask(proxy.url, "leaves", 20_000))
     until("the view is fresh", lambda: backend(proxy)["mirror"] == "native")
