@@ -10,6 +10,8 @@ a limit would be a hidden queue.
 """
 
 import asyncio
+import errno
+import os
 import ssl
 from base64 import b64encode
 from collections import deque
@@ -159,9 +161,7 @@ class _Pool:
         except TimeoutError:
             raise TimeoutError(f"no connection to {self.host} within {CONNECT_TIMEOUT_S:g} s") from None
         except OSError as error:
-            # the class of an OSError follows from its number
-            words = f"no connection to {self.host}: {error.strerror or error}"
-            raise (OSError(words) if error.errno is None else OSError(error.errno, words)) from None
+            raise _unreached(self.host, error) from None
         return wire
 
     def _new(self) -> Wire:
@@ -393,6 +393,14 @@ def _credentials(base: str, key: str) -> list[str]:
         return []
     pair = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
     return [f"Authorization: Basic {b64encode(pair.encode()).decode()}"]
+
+
+def _unreached(host: str, error: OSError) -> OSError:
+    """Return a failure to connect with the address and the system's words for it, its kind kept."""
+    known = error.errno is not None and error.errno in errno.errorcode and not isinstance(error, ssl.SSLError)
+    why = os.strerror(error.errno or 0) if known else str(error)
+    kind = ConnectionRefusedError if isinstance(error, ConnectionRefusedError) else OSError
+    return kind(f"no connection to {host}: {why}")
 
 
 def _words(error: BaseException) -> str:
