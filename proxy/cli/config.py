@@ -7,7 +7,6 @@ from pathlib import Path
 
 import click
 
-from proxy.backends import check_models
 from proxy.config import load
 from proxy.settings import ConfigError, Settings, json_schema
 
@@ -88,6 +87,8 @@ def config() -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print the outcome as one JSON object.")
 def check(file: Path | None, as_json: bool) -> None:
     """Validate FILE (default: the one `serve` would use) and the environment. Exit code 2 on an error."""
+    from proxy.backends import check_models  # noqa: PLC0415 - every other command reads a configuration, too
+
     path = config_path(file)
     try:
         settings = load(path)
