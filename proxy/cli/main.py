@@ -27,6 +27,7 @@ COMMANDS: Final = {
     "leases": "jobs",
     "logs": "jobs",
     "doctor": "doctor",
+    "reload": "reload",
 }
 """The module below `proxy.cli` that defines each command."""
 _NAMES: Final = {"logs": "engine_logs"}
