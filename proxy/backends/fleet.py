@@ -204,6 +204,7 @@ class Fleet:
         for runner in self._runners.values():
             await runner.close()
         await self._loads.close()
+        await self.gates.close()
         await asyncio.to_thread(self._room.save)
         self._state.close()
 
@@ -264,7 +265,8 @@ class Fleet:
         """Drain and stop as a job: running requests finish until `deadline_s` (default: the model's `stop.drain_s`).
 
         Requests that come meanwhile wait or are refused (`mode`, default: the model's `stop.new_requests`). The job's
-        `cut` names those that still ran at the deadline. `then` block leaves the gate blocked.
+        `cut` names those that still ran at the deadline. `then` block leaves the gate blocked. While an unload is
+        under way this joins it: a sooner deadline and a block count, whoever began it.
         """
         return self._begin(JobKind.UNLOAD, model, deadline_s, then, reason, mode, audit, cause)
 
@@ -293,16 +295,15 @@ class Fleet:
         cause: Cause,
     ) -> Job:
         self._runner(model)
-        stop = self._catalog.model(model).stop
         return self._unloads.begin(
             model,
             kind=kind,
-            deadline_s=stop.drain_s if deadline_s is None else deadline_s,
+            deadline_s=deadline_s,
             cause=cause,
             audit=audit,
             then=then,
             reason=reason,
-            mode=mode or stop.new_requests,
+            mode=mode or self._catalog.model(model).stop.new_requests,
         )
 
     async def force(

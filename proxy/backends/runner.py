@@ -79,6 +79,7 @@ class ModelRunner:
         self._attempt: asyncio.Task[Running | None] | None = None
         self._stopper: asyncio.Task[StopReport | None] | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._watchers: set[asyncio.Task[None]] = set()
         self._grace_s = recipe.model.stop.grace_s
         self._events: deque[Event] = deque()
         self._stepping = False
@@ -140,7 +141,10 @@ class ModelRunner:
         self._post(AdminSet(admin, reason))
 
     async def close(self) -> None:
-        """Await every task this model still owns (after `unload`)."""
+        """Await every task this model still owns (after `ask_stop`)."""
+        for task in self._watchers:
+            # a process that outlives its KILL is not waited for
+            task.cancel()
         while self._tasks:
             await asyncio.wait(self._tasks)
         self._recipe.feed.close()
@@ -375,7 +379,9 @@ class ModelRunner:
         self._voice.ready(key, running.info)
         live.mirror.start()
         if running.process is not None:
-            self._task(live.sentinel.watch_exit(), "watch")
+            watcher = self._task(live.sentinel.watch_exit(), "watch")
+            self._watchers.add(watcher)
+            watcher.add_done_callback(self._watchers.discard)
         if self._job is not None and not self._job.done():
             self._job.set_result(running.info)
 
@@ -408,21 +414,16 @@ class ModelRunner:
         """
         live, trying, progress = self._live, self._attempt, self._progress
         report: StopReport | None = None
-        if live is not None and effect.was_ready:
-            await live.let_go(error)
-            if effect.cause is Cause.SHUTDOWN and self._recipe.keep:
-                await live.detach()
-            else:
-                report = await end(self._recipe, live.running, self._grace_s)
-        elif trying is not None:
-            trying.cancel()
-            await asyncio.wait((trying,))
-            late = None if trying.cancelled() else trying.result()
-            if late is not None:
-                await late.client.close(error.message)
-                report = await end(self._recipe, late, 0)
-            elif progress is not None and progress.process is not None:
-                report = await progress.process.kill()
+        try:
+            if live is not None and effect.was_ready:
+                report = await self._put_down(live, error, effect.cause)
+            elif trying is not None:
+                report = await self._give_up(trying, progress, error)
+        except Exception:
+            # whatever it was: a model that stays in `stopping` could never be loaded or unloaded again
+            process = live.running.process if live is not None else progress.process if progress else None
+            report = StopReport(None, (), (process.pid,) if process and process.code is None else ())
+            _log.exception("a stop failed", model=self.name, left=report.left)
         self._live = None
         if before is not None and not before.done():
             await asyncio.wait((before,))
@@ -433,6 +434,32 @@ class ModelRunner:
         if self._life.operational is ModelState.UNLOADED and self._job is not None and not self._job.done():
             self._fail_job(error)
         return report
+
+    async def _put_down(self, live: Live, error: ProxyError, cause: Cause) -> StopReport | None:
+        """End a backend that served, or let go of one that is kept."""
+        try:
+            await live.let_go(error)
+        except Exception:
+            # it is the process that matters
+            _log.exception("connections were not closed", model=self.name)
+        if cause is Cause.SHUTDOWN and live.kept:
+            await live.detach()
+            return None
+        return await end(self._recipe, live.running, self._grace_s)
+
+    async def _give_up(
+        self, trying: "asyncio.Task[Running | None]", progress: Progress | None, error: ProxyError
+    ) -> StopReport | None:
+        """End an attempt to load, and whatever it had started."""
+        trying.cancel()
+        await asyncio.wait((trying,))
+        late = None if trying.cancelled() or trying.exception() else trying.result()
+        if late is not None:
+            await late.client.close(error.message)
+            return await end(self._recipe, late, 0)
+        if progress is not None and progress.process is not None:
+            return await progress.process.kill()
+        return None
 
     def _fail_job(self, error: ProxyError) -> None:
         """Tell everyone who waits for a load, if there is one."""

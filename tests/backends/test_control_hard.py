@@ -1,0 +1,282 @@
+"""Operators' control in hard times: no descriptors, a full disk, orders that meet, engines that will not die."""
+
+import asyncio
+import os
+import resource
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from proxy.backends.command import Command
+from proxy.backends.gatekeeper import blocked, opened
+from proxy.backends.jobs import JobKind, JobState
+from proxy.backends.logtail import LogTail
+from proxy.backends.process import EngineProcess
+from proxy.backends.views import Then
+from proxy.state import StateDir
+from proxy.types import AdminState, Audit, Cause
+from tests.backends.conftest import alive, eventually
+from tests.backends.test_control import GRACE_S, ME, worlds  # noqa: F401 - a fixture
+from tests.backends.test_fleet_kinds import ROOT
+
+engine = pytest.mark.engine
+OTHER = Audit("night", "127.0.0.1")
+
+
+@contextmanager
+def no_descriptors():
+    """Let no file, pipe or socket be opened meanwhile."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    probe = os.dup(0)
+    os.close(probe)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (probe, hard))
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            os.dup(0)
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@engine
+async def test_a_force_needs_no_descriptors(worlds, engine_binary, mid_model):  # noqa: F811
+    """A proxy that has opened all the files it may still ends a model, and loads it again later."""
+    world = worlds({"m": {"path": mid_model}}, engine_binary)
+    fleet = world.fleet
+    await fleet.load("m")
+    pid, running = fleet.status("m").pid, world.client("running")
+    await eventually(lambda: running.sink.parts)
+    with no_descriptors():
+        began = time.monotonic()
+        report = await fleet.force("m", audit=ME)
+        assert time.monotonic() - began < GRACE_S + 2
+    assert report.clean and fleet.status("m").state == "unloaded" and not alive(pid)
+    await asyncio.wait_for(running.task, 5)
+    assert running.outcome == "model_unloaded"
+    await asyncio.wait_for(fleet.load("m"), 60)
+
+
+async def test_a_process_that_cannot_be_watched_does_not_run(tmp_path):
+    """Out of descriptors between the start of a process and its watch: it is ended, not forgotten."""
+    mark = tmp_path / "ran"
+    words = f"touch {mark}; sleep 600"
+    real = os.pidfd_open
+    seen = []
+
+    def refuse(pid, flags=0):
+        seen.append(pid)
+        raise OSError(24, "Too many open files")
+
+    os.pidfd_open = refuse
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            await EngineProcess.start(
+                Command(("sh", "-c", words), dict(os.environ)), watch=False, tail=LogTail()
+            )
+    finally:
+        os.pidfd_open = real
+    assert len(seen) == 1 and not alive(seen[0])
+
+
+@engine
+async def test_a_stop_that_fails_does_not_stay_stopping(
+    worlds, engine_binary, mid_model, monkeypatch, tmp_path
+):  # noqa: F811
+    """Whatever goes wrong while a process is stopped: the answer names what is left, and the model can be loaded."""
+    state = StateDir.open(tmp_path / "state")
+    world = worlds({"m": {"path": mid_model}}, engine_binary, state=state)
+    fleet = world.fleet
+    await fleet.load("m")
+    pid = fleet.status("m").pid
+
+    async def broken(self, grace_s):
+        raise RuntimeError("what nobody thought of")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(EngineProcess, "stop", broken)
+        report = await asyncio.wait_for(fleet.force("m", audit=ME), GRACE_S + 2)
+    assert report.left == (pid,) and not report.clean and alive(pid)
+    assert fleet.status("m").state == "unloaded"
+    job = fleet.jobs.get(report.job)
+    assert job.state is JobState.FAILED and str(pid) in job.error
+    [stray] = (await fleet.reconcile("m")).found
+    assert stray.difference.subject == str(pid) and stray.repair == "it was ended"
+    await eventually(lambda: not alive(pid))
+    await asyncio.wait_for(fleet.load("m"), 60)
+
+
+@engine
+async def test_an_unload_that_is_joined_can_be_hurried_and_blocked(worlds, engine_binary, mid_model):  # noqa: F811
+    """Whoever joins an unload, the timer's own too, is not ignored: a sooner deadline and a block count."""
+    world = worlds({"m": {"path": mid_model}}, engine_binary)
+    fleet = world.fleet
+    await fleet.load("m")
+    running = world.client("running", n_predict=20000)
+    await eventually(lambda: running.sink.parts)
+    first = fleet.begin_unload("m", deadline_s=3000, cause=Cause.TTL)
+    again = fleet.begin_unload("m", audit=ME)
+    later = fleet.begin_unload("m", deadline_s=6000, audit=ME)
+    await asyncio.sleep(0.2)
+    assert not fleet.jobs.get(first.id).ended, "neither no deadline nor a later one hurries it"
+    joined = fleet.begin_unload(
+        "m", deadline_s=0.1, then=Then.BLOCK, reason="bad disk", mode="reject", audit=OTHER
+    )
+    assert first.id == again.id == later.id == joined.id
+    ended = await fleet.jobs.wait(first.id, 20)
+    assert ended.state is JobState.DONE and ended.cut == ("running",)
+    gate = fleet.gates.gate("m")
+    assert (gate.state, gate.reason, gate.audit) == (AdminState.BLOCKED, "bad disk", OTHER)
+
+
+@engine
+async def test_a_block_beats_a_force_that_opens(worlds, engine_binary, mid_model):  # noqa: F811
+    """An unload that was to leave the gate blocked is overtaken by a force: it stays blocked, each time."""
+    world = worlds({"m": {"path": mid_model}}, engine_binary)
+    fleet = world.fleet
+    for _ in range(3):
+        await fleet.load("m")
+        running = world.client("running", n_predict=20000)
+        await eventually(lambda: running.sink.parts)
+        unload = fleet.begin_unload("m", deadline_s=600, then=Then.BLOCK, reason="bad disk", audit=ME)
+        assert (await fleet.force("m", audit=OTHER)).clean
+        assert (await fleet.jobs.wait(unload.id, 10)).state is JobState.CANCELLED
+        await running.task
+        assert fleet.gates.gate("m").reason == "bad disk"
+        await fleet.set_gate("m", opened(ME))
+
+
+@engine
+async def test_a_gate_set_during_a_force_is_the_later_wish(worlds, engine_binary, mid_model, tmp_path):  # noqa: F811
+    """What an operator says while a force is under way is not undone at its end."""
+    state = StateDir.open(tmp_path)
+    world = worlds({"m": {"path": mid_model}}, engine_binary, state=state)
+    fleet = world.fleet
+    await fleet.load("m")
+    forcing = asyncio.create_task(fleet.force("m", audit=ME))
+    await asyncio.sleep(0)
+    assert fleet.status("m").state == "stopping"
+    await fleet.set_gate("m", blocked("found out why", "reject", OTHER))
+    assert (await forcing).clean
+    assert fleet.gates.gate("m").reason == "found out why"
+    # a gate from before it is opened, as ever
+    assert (await fleet.force("m", audit=ME)).clean and fleet.gates.gate("m").open
+
+
+@engine
+@pytest.mark.parametrize("then", Then)
+async def test_a_gate_outlives_the_caller_of_a_force(worlds, engine_binary, mid_model, tmp_path, then):  # noqa: F811
+    """Ctrl-C on the operator's side during a force: what it did to the gate still survives the proxy."""
+    state = StateDir.open(tmp_path)
+    world = worlds({"m": {"path": mid_model}}, engine_binary, state=state)
+    fleet = world.fleet
+    await fleet.load("m")
+    if then is Then.OPEN:
+        assert await fleet.set_gate("m", blocked("former", "reject", ME)) == ""
+    calling = asyncio.create_task(fleet.force("m", then=then, reason="bad disk", audit=ME))
+    await asyncio.sleep(0)
+    calling.cancel()
+    await asyncio.wait({calling})
+    job = next(job for job in fleet.jobs.all("m") if job.kind is JobKind.FORCE)
+    assert (await fleet.jobs.wait(job.id, 10)).state is JobState.DONE
+    written = tmp_path / "gates.json"
+    kept = "bad disk" if then is Then.BLOCK else '"data": {}'
+    await eventually(lambda: kept in written.read_text())
+    assert fleet.gates.gate("m").open is (then is Then.OPEN)
+
+
+@engine
+async def test_a_force_that_cannot_begin_is_an_ended_job(worlds, engine_binary, mid_model, monkeypatch):  # noqa: F811
+    """A fault in its first step is told, leaves no drain behind, and the next force works."""
+    world = worlds({"m": {"path": mid_model}}, engine_binary)
+    fleet = world.fleet
+    await fleet.load("m")
+
+    def broken(model, error):
+        raise RuntimeError("what nobody thought of")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(world.admission, "end_model", broken)
+        with pytest.raises(RuntimeError):
+            await fleet.force("m", audit=ME)
+    [job] = [job for job in fleet.jobs.all("m") if job.kind is JobKind.FORCE]
+    assert job.state is JobState.FAILED and "nobody thought of" in job.error
+    assert fleet.gates.effective("m").open
+    assert (await asyncio.wait_for(fleet.force("m", audit=ME), 10)).clean
+    assert fleet.status("m").state == "unloaded"
+
+
+@engine
+@pytest.mark.parametrize("trouble", ["runs", "logs/m.log"])
+async def test_an_engine_that_nobody_would_find_again_is_not_kept(
+    worlds,
+    engine_binary,
+    mid_model,
+    tmp_path,
+    trouble,  # noqa: F811
+):
+    """`keep` on a disk that takes no record or no output: it loads, and ends with its proxy instead of for ever."""
+    state = StateDir.open(tmp_path)
+    (tmp_path / trouble).parent.mkdir(exist_ok=True)
+    if trouble == "runs":
+        (tmp_path / trouble).write_text("in the way")
+    else:
+        (tmp_path / trouble).mkdir()
+    world = worlds({"m": {"path": mid_model, "on_proxy_exit": "keep"}}, engine_binary, state=state)
+    await asyncio.wait_for(world.fleet.load("m"), 60)
+    pid = world.fleet.status("m").pid
+    assert not [record for record in world.fleet._runs.known("m") if record.keep]
+    await world.fleet.stop(6)
+    assert not alive(pid)
+
+
+UNKILLABLE = """
+    import asyncio, ctypes, os, sys
+    sys.path.insert(0, sys.argv[1])
+    from proxy.backends.command import Command
+    from proxy.backends.logtail import LogTail
+    from proxy.backends.process import EngineProcess
+
+    BECOME = "import os, time; os.setresuid(65534, 65534, 65534); time.sleep(600)"
+    CAP_KILL = 5
+
+    def give_up_the_right_to_kill():
+        libc = ctypes.CDLL(None, use_errno=True)
+        head, sets = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+        assert libc.capget(head, sets) == 0
+        for at in range(3):
+            sets[at] &= ~(1 << CAP_KILL)
+        assert libc.capset(head, sets) == 0
+
+    async def main():
+        command = Command((sys.executable, "-c", BECOME), dict(os.environ))
+        process = await EngineProcess.start(command, watch=False, tail=LogTail())
+        give_up_the_right_to_kill()
+        while True:
+            with open(f"/proc/{process.pid}/status") as status:
+                if "Uid:\\t65534" in status.read():
+                    break
+            await asyncio.sleep(0.01)
+        report = await process.stop(0.2)
+        print("LEFT", process.pid, *report.left, flush=True)
+
+    asyncio.run(main())
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root: a program that becomes another user")
+def test_a_process_that_may_not_be_killed_is_named():
+    """An engine that became another user (sudo) cannot be signalled: the stop ends in time and says who is left."""
+    command = [sys.executable, "-c", textwrap.dedent(UNKILLABLE), str(ROOT)]
+    child = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    words = [line.split() for line in child.stdout.splitlines() if line.startswith("LEFT")]
+    assert child.returncode == 0 and len(words) == 1, child.stderr
+    _, pid, *left = words[0]
+    with suppress(ProcessLookupError):
+        os.kill(int(pid), signal.SIGKILL)
+    assert left == [pid]
