@@ -45,13 +45,14 @@ def file_name(name: str) -> str:
 
 
 class StateDir:
-    """One folder. `problem` is empty while state is kept, else why it is not and what to do."""
+    """One folder."""
 
     def __init__(self, path: Path | None, lock: int | None, problem: str = "") -> None:
         self.path: Final = path
-        self.problem: Final = problem
+        self._problem = problem
         self._lock = lock
         self._troubled: set[str] = set()
+        self._unwritten: dict[str, str] = {}
         self._writing = threading.Lock()
 
     @classmethod
@@ -84,6 +85,17 @@ class StateDir:
         )
         _log.warning("no state folder", path=str(path), problem=problem)
         return cls(None, None, problem)
+
+    @property
+    def problem(self) -> str:
+        """Why something will not survive this proxy, and what to do; empty while everything does."""
+        words = next(iter(self._unwritten.values()), "")
+        if self._problem or not words:
+            return self._problem
+        return (
+            f"{words}: what was changed since will not survive this proxy; "
+            "make room or permit writing there, then give the order again"
+        )
 
     @property
     def kept(self) -> bool:
@@ -134,21 +146,24 @@ class StateDir:
         `durable` also waits until the disk has it, for what must survive a power cut.
         """
         if self.path is None:
-            return self.problem
+            return self._problem
         path = self.path / name
         body = json.dumps({"version": VERSION, "data": data}, indent=1, ensure_ascii=False).encode()
         try:
             with self._writing:
                 _replace(path, body, durable)
         except OSError as error:
-            return self._trouble(path, f"cannot be written: {error.strerror}")
+            self._unwritten[name] = words = self._trouble(path, f"cannot be written: {error.strerror}")
+            return words
         self._troubled.discard(name)
+        self._unwritten.pop(name, None)
         return ""
 
     def remove(self, name: str) -> None:
         """Remove a file; one that is not there is a success."""
         if self.path is None:
             return
+        self._unwritten.pop(name, None)
         try:
             (self.path / name).unlink(missing_ok=True)
         except OSError as error:

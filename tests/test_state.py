@@ -113,6 +113,22 @@ assert state.write("y.json", 1) == ""
     assert done.stderr.count("state is not kept") <= 1
 
 
+def test_what_could_not_be_written_is_a_problem_until_it_is(tmp_path):
+    """Not only at the start: whoever asks later sees which file is behind, and no longer than it is."""
+    state = StateDir.open(tmp_path)
+    assert state.write("gates.json", {}) == "" and state.problem == ""
+    (tmp_path / "gates.json").unlink()
+    (tmp_path / "gates.json").mkdir()
+    (tmp_path / "gates.json" / "in the way").write_text("")
+    words = state.write("gates.json", {})
+    assert "gates.json cannot be written" in words and state.kept
+    assert state.problem.startswith(words) and "give the order again" in state.problem
+    (tmp_path / "gates.json" / "in the way").unlink()
+    (tmp_path / "gates.json").rmdir()
+    assert state.write("gates.json", {}) == "" and state.problem == ""
+    state.close()
+
+
 @pytest.mark.parametrize("folder", ["/proc/llama-proxy", "/sys/llama-proxy"])
 def test_a_file_system_that_takes_nothing_is_a_problem(folder):
     """Whoever runs the proxy, root included."""

@@ -1,5 +1,7 @@
 """Operators' control in hard times: no descriptors, a full disk, orders that meet, engines that will not die."""
 
+# ruff: noqa: F811 - fixtures of another module
+
 import asyncio
 import os
 import resource
@@ -9,7 +11,6 @@ import sys
 import textwrap
 import time
 from contextlib import contextmanager, suppress
-from pathlib import Path
 
 import pytest
 
@@ -33,9 +34,8 @@ OTHER = Audit("night", "127.0.0.1")
 def no_descriptors():
     """Let no file, pipe or socket be opened meanwhile."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    probe = os.dup(0)
-    os.close(probe)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (probe, hard))
+    # 0, 1 and 2 are taken: what is closed meanwhile gives no room
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
     try:
         with pytest.raises(OSError, match="Too many open files"):
             os.dup(0)
@@ -45,7 +45,7 @@ def no_descriptors():
 
 
 @engine
-async def test_a_force_needs_no_descriptors(worlds, engine_binary, mid_model):  # noqa: F811
+async def test_a_force_needs_no_descriptors(worlds, engine_binary, mid_model):
     """A proxy that has opened all the files it may still ends a model, and loads it again later."""
     world = worlds({"m": {"path": mid_model}}, engine_binary)
     fleet = world.fleet
@@ -87,7 +87,7 @@ async def test_a_process_that_cannot_be_watched_does_not_run(tmp_path):
 @engine
 async def test_a_stop_that_fails_does_not_stay_stopping(
     worlds, engine_binary, mid_model, monkeypatch, tmp_path
-):  # noqa: F811
+):
     """Whatever goes wrong while a process is stopped: the answer names what is left, and the model can be loaded."""
     state = StateDir.open(tmp_path / "state")
     world = worlds({"m": {"path": mid_model}}, engine_binary, state=state)
@@ -112,7 +112,7 @@ async def test_a_stop_that_fails_does_not_stay_stopping(
 
 
 @engine
-async def test_an_unload_that_is_joined_can_be_hurried_and_blocked(worlds, engine_binary, mid_model):  # noqa: F811
+async def test_an_unload_that_is_joined_can_be_hurried_and_blocked(worlds, engine_binary, mid_model):
     """Whoever joins an unload, the timer's own too, is not ignored: a sooner deadline and a block count."""
     world = worlds({"m": {"path": mid_model}}, engine_binary)
     fleet = world.fleet
@@ -135,7 +135,7 @@ async def test_an_unload_that_is_joined_can_be_hurried_and_blocked(worlds, engin
 
 
 @engine
-async def test_a_block_beats_a_force_that_opens(worlds, engine_binary, mid_model):  # noqa: F811
+async def test_a_block_beats_a_force_that_opens(worlds, engine_binary, mid_model):
     """An unload that was to leave the gate blocked is overtaken by a force: it stays blocked, each time."""
     world = worlds({"m": {"path": mid_model}}, engine_binary)
     fleet = world.fleet
@@ -152,7 +152,7 @@ async def test_a_block_beats_a_force_that_opens(worlds, engine_binary, mid_model
 
 
 @engine
-async def test_a_gate_set_during_a_force_is_the_later_wish(worlds, engine_binary, mid_model, tmp_path):  # noqa: F811
+async def test_a_gate_set_during_a_force_is_the_later_wish(worlds, engine_binary, mid_model, tmp_path):
     """What an operator says while a force is under way is not undone at its end."""
     state = StateDir.open(tmp_path)
     world = worlds({"m": {"path": mid_model}}, engine_binary, state=state)
@@ -170,7 +170,7 @@ async def test_a_gate_set_during_a_force_is_the_later_wish(worlds, engine_binary
 
 @engine
 @pytest.mark.parametrize("then", Then)
-async def test_a_gate_outlives_the_caller_of_a_force(worlds, engine_binary, mid_model, tmp_path, then):  # noqa: F811
+async def test_a_gate_outlives_the_caller_of_a_force(worlds, engine_binary, mid_model, tmp_path, then):
     """Ctrl-C on the operator's side during a force: what it did to the gate still survives the proxy."""
     state = StateDir.open(tmp_path)
     world = worlds({"m": {"path": mid_model}}, engine_binary, state=state)
@@ -191,7 +191,7 @@ async def test_a_gate_outlives_the_caller_of_a_force(worlds, engine_binary, mid_
 
 
 @engine
-async def test_a_force_that_cannot_begin_is_an_ended_job(worlds, engine_binary, mid_model, monkeypatch):  # noqa: F811
+async def test_a_force_that_cannot_begin_is_an_ended_job(worlds, engine_binary, mid_model, monkeypatch):
     """A fault in its first step is told, leaves no drain behind, and the next force works."""
     world = worlds({"m": {"path": mid_model}}, engine_binary)
     fleet = world.fleet
@@ -218,7 +218,7 @@ async def test_an_engine_that_nobody_would_find_again_is_not_kept(
     engine_binary,
     mid_model,
     tmp_path,
-    trouble,  # noqa: F811
+    trouble,
 ):
     """`keep` on a disk that takes no record or no output: it loads, and ends with its proxy instead of for ever."""
     state = StateDir.open(tmp_path)
@@ -233,6 +233,25 @@ async def test_an_engine_that_nobody_would_find_again_is_not_kept(
     assert not [record for record in world.fleet._runs.known("m") if record.keep]
     await world.fleet.stop(6)
     assert not alive(pid)
+
+
+@engine
+async def test_a_slot_cache_that_cannot_be_noted_takes_no_room(worlds, engine_binary, mid_model, tmp_path):
+    """On a full disk nothing of it stays: neither what was saved without a note of it, nor what a kill left."""
+    state = StateDir.open(tmp_path)
+    world = worlds({"m": {"path": mid_model, "slot_cache": True}}, engine_binary, state=state)
+    fleet, index, folder = world.fleet, tmp_path / "slots" / "m.json", tmp_path / "slots" / "m"
+    await fleet.load("m")
+    client = world.client("warms", n_predict=5)
+    await client.task
+    index.mkdir()
+    job = fleet.begin_unload("m", deadline_s=10)
+    assert (await fleet.jobs.wait(job.id, 60)).state is JobState.DONE
+    assert list(folder.iterdir()) == []
+    index.rmdir()
+    (folder / "slot-0.bin").write_bytes(b"x" * 1000)
+    await fleet.load("m")
+    assert list(folder.iterdir()) == []
 
 
 UNKILLABLE = """
