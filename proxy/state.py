@@ -23,6 +23,7 @@ from proxy import logs
 
 VERSION: Final = 1
 LOCK: Final = "lock"
+PROBE: Final = "probe.json"
 _MAX_NAME: Final = 120
 _log = logs.get("state")
 _T = TypeVar("_T")
@@ -75,6 +76,9 @@ class StateDir:
         with suppress(OSError):
             os.truncate(lock, 0)
             os.write(lock, f"{os.getpid()}\n".encode())
+        # a lock may be left in a folder that is read-only by now, or on a disk that is full
+        if not state.write(PROBE, {}, durable=False):
+            state.remove(PROBE)
         return state
 
     @classmethod
@@ -93,9 +97,12 @@ class StateDir:
         if self._problem or not words:
             return self._problem
         return (
-            f"{words}: what was changed since will not survive this proxy; "
-            "make room or permit writing there, then give the order again"
+            f"{words}: what was changed since will not survive this proxy; make room or permit writing there"
         )
+
+    def behind(self, name: str) -> bool:
+        """Whether a file does not say what it should, because the last write failed."""
+        return name in self._unwritten
 
     @property
     def kept(self) -> bool:
@@ -155,8 +162,9 @@ class StateDir:
         except OSError as error:
             self._unwritten[name] = words = self._trouble(path, f"cannot be written: {error.strerror}")
             return words
-        self._troubled.discard(name)
-        self._unwritten.pop(name, None)
+        for written in (name, PROBE):
+            self._troubled.discard(written)
+            self._unwritten.pop(written, None)
         return ""
 
     def remove(self, name: str) -> None:

@@ -148,6 +148,7 @@ class Fleet:
             leasing=self.leases,
             wanted=self._wanted,
             unload=lambda name: self.begin_unload(name, cause=Cause.TTL),
+            catch_up=self._catch_up,
             clock=clock,
         )
 
@@ -205,6 +206,7 @@ class Fleet:
             await runner.close()
         await self._loads.close()
         await self.gates.close()
+        await self.leases.close()
         await asyncio.to_thread(self._room.save)
         self._state.close()
 
@@ -383,6 +385,10 @@ class Fleet:
     def state_problem(self) -> str:
         """Why nothing survives this proxy; empty while it does, or is not meant to."""
         return self._state.problem
+
+    def _catch_up(self) -> None:
+        self.gates.catch_up()
+        self.leases.catch_up()
 
     def _evict(self, model: str) -> Job:
         return self.begin_unload(

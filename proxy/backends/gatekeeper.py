@@ -95,6 +95,11 @@ class Gatekeeper:
         saver.add_done_callback(self._savers.discard)
         return saver
 
+    def catch_up(self) -> None:
+        """Try again to write what could not be written: the disk may have room by now."""
+        if self._state.behind(FILE) and not self._savers:
+            self.save_soon()
+
     async def close(self) -> None:
         """Finish writing."""
         if self._savers:

@@ -112,7 +112,9 @@ def doctor(
 
 def _looked_over(body: dict[str, Any]) -> Iterator[Finding]:
     for warning in body.get("warnings", ()):
-        yield Finding("state folder", warning, "until then gates and leases end with the proxy")
+        yield Finding(
+            "state folder", warning, "see docs/operating.md; until then gates and leases end with the proxy"
+        )
     for model in body["models"]:
         name, backend, admission = model["id"], model["backend"], model["admission"]
         if model["state"] == "failed":

@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 
 import pytest
 
+from proxy.backends import caretaker
 from proxy.backends.command import Command
 from proxy.backends.gatekeeper import blocked, opened
 from proxy.backends.jobs import JobKind, JobState
@@ -299,3 +300,29 @@ def test_a_process_that_may_not_be_killed_is_named():
     with suppress(ProcessLookupError):
         os.kill(int(pid), signal.SIGKILL)
     assert left == [pid]
+
+
+async def test_gates_and_leases_are_written_when_the_disk_takes_them_again(
+    worlds, engine_binary, tmp_path, monkeypatch
+):
+    """What was ordered while the disk was full is not lost because nobody orders it again."""
+    monkeypatch.setattr(caretaker, "CATCH_UP_S", 0.1)
+    monkeypatch.setattr(caretaker, "LOOK_S", 0.05)
+    state = StateDir.open(tmp_path)
+    for name in ("gates.json", "leases.json"):
+        (tmp_path / name / "in the way").mkdir(parents=True)
+    world = worlds({"m": {"path": tmp_path / "none.gguf"}}, engine_binary, state=state)
+    fleet = world.fleet
+    await fleet.start()
+    # the restore sets what cannot be read aside
+    for name in ("gates.json", "leases.json"):
+        (tmp_path / name / "in the way").mkdir(parents=True, exist_ok=True)
+    assert "cannot be written" in await fleet.set_gate("m", blocked("bad disk", "reject", ME))
+    _, problem = await fleet.leases.grant(600, "night run", ME)
+    assert "cannot be written" in problem and "cannot be written" in fleet.state_problem
+    for name in ("gates.json", "leases.json"):
+        (tmp_path / name / "in the way").rmdir()
+        (tmp_path / name).rmdir()
+    await eventually(lambda: not fleet.state_problem)
+    assert "bad disk" in (tmp_path / "gates.json").read_text()
+    assert "night run" in (tmp_path / "leases.json").read_text()
