@@ -147,7 +147,7 @@ class Fleet:
             ttl_s,
             leasing=self.leases,
             wanted=self._wanted,
-            unload=lambda name: self.begin_unload(name, cause=Cause.TTL),
+            unload=lambda name: self.begin_unload(name, mode="hold", cause=Cause.TTL),
             catch_up=self._catch_up,
             clock=clock,
         )

@@ -342,10 +342,10 @@ class ModelRunner:
             if self._stopper is not None and not self._stopper.done():
                 # what was lost is still being cleared away, and holds its memory
                 await asyncio.wait((self._stopper,))
-            left, self._left = self._left, None
-            running = await attempt(self._recipe, progress, left)
+            running = await attempt(self._recipe, progress, self._left)
+            self._left = None
         except ProxyError as failed:
-            error = failed
+            error, self._left = failed, None
         finally:
             self._last_process = progress.process or self._last_process
             self._progress = None
@@ -419,6 +419,8 @@ class ModelRunner:
                 report = await self._put_down(live, error, effect.cause)
             elif trying is not None:
                 report = await self._give_up(trying, progress, error)
+                if effect.cause is not Cause.SHUTDOWN:
+                    report = await self._not_left(report)
         except Exception:
             # whatever it was: a model that stays in `stopping` could never be loaded or unloaded again
             process = live.running.process if live is not None else progress.process if progress else None
@@ -460,6 +462,13 @@ class ModelRunner:
         if progress is not None and progress.process is not None:
             return await progress.process.kill()
         return None
+
+    async def _not_left(self, report: StopReport | None) -> StopReport | None:
+        """End what an earlier proxy had left running and this one had not taken over yet."""
+        record, self._left = self._left, None
+        if record is None or record not in self._recipe.runs.known(self.name):
+            return report
+        return StopReport(None, (), await self._recipe.runs.reap(record, [record.pid]))
 
     def _fail_job(self, error: ProxyError) -> None:
         """Tell everyone who waits for a load, if there is one."""

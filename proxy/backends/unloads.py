@@ -126,7 +126,15 @@ class Unloads:
         if new:
             drain_s = self._model(model).stop.drain_s if deadline_s is None else deadline_s
             self._wishes[job.id] = wish = _Wish(self._clock() + drain_s, after, self._forces[model])
-            self._task(job, self._unload_job(job, wish, reason, mode))
+            draining = contextlib.ExitStack()
+            gate = Gate(AdminState.DRAINING, reason or "unloading", mode, audit)
+            try:
+                # at once: a request that slipped in between would be cut at the deadline of an idle model's unload
+                draining.enter_context(self._gates.draining(model, gate))
+            except Exception as error:
+                self._unbegun(job, error)
+                raise
+            self._task(job, self._unload_job(job, wish, draining, reason))
             return job
         wish = self._wishes[job.id]
         if deadline_s is not None:
@@ -134,11 +142,10 @@ class Unloads:
         wish.after = after or wish.after
         return job
 
-    async def _unload_job(self, job: Job, wish: _Wish, reason: str, mode: GateMode) -> None:
+    async def _unload_job(self, job: Job, wish: _Wish, draining: contextlib.ExitStack, reason: str) -> None:
         model = job.model
-        draining = Gate(AdminState.DRAINING, reason or "unloading", mode, job.audit)
         try:
-            with self._gates.draining(model, draining):
+            with draining:
                 cut = await self._drained(model, lambda: wish.until, job)
                 report = None
                 if job.kind is JobKind.UNLOAD:
@@ -237,9 +244,7 @@ class Unloads:
                 # up to its first await this is one step, in which the generation is bumped: not a task yet
                 work = self._cut(job, reason)
             except Exception as error:
-                self._cuts.pop(job.id)
-                code = ErrorCode.INTERNAL_ERROR.value
-                self._desk.close(job.id, JobState.FAILED, error=f"{type(error).__name__}: {error}", code=code)
+                self._unbegun(job, error)
                 raise
             self._task(job, work)
         if then is Then.BLOCK:
@@ -248,7 +253,10 @@ class Unloads:
             self._gates.set(model, blocked(reason, mode, audit))
             self._gates.save_soon()
         task: asyncio.Task[UnloadReport] = self._tasks[job.id]
-        report = await asyncio.shield(task)
+        await asyncio.wait({task})
+        if task.cancelled():
+            raise ProxyError(ErrorCode.SHUTTING_DOWN, "the proxy is shutting down")
+        report = task.result()
         return replace(report, problem=await self._gates.save())
 
     def _cut(self, job: Job, reason: str) -> Coroutine[Any, Any, UnloadReport]:
@@ -327,6 +335,13 @@ class Unloads:
         self._desk.close(job.id, state, error=words, cut=report.names, result=result)
 
     # -- tasks ------------------------------------------------------------------------------------------
+
+    def _unbegun(self, job: Job, error: Exception) -> None:
+        """End a job that failed before it had a task: the next one may begin."""
+        self._wishes.pop(job.id, None)
+        self._cuts.pop(job.id, None)
+        words, code = f"{type(error).__name__}: {error}", ErrorCode.INTERNAL_ERROR.value
+        self._desk.close(job.id, JobState.FAILED, error=words, code=code)
 
     def _task(self, job: Job, work: Coroutine[Any, Any, Any]) -> None:
         task = asyncio.create_task(work, name=f"{job.kind.value}:{job.model}")

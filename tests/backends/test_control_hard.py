@@ -19,7 +19,7 @@ from proxy.backends.command import Command
 from proxy.backends.gatekeeper import blocked, opened
 from proxy.backends.jobs import JobKind, JobState
 from proxy.backends.logtail import LogTail
-from proxy.backends.process import EngineProcess
+from proxy.backends.process import EngineProcess, StopReport
 from proxy.backends.views import Then
 from proxy.state import StateDir
 from proxy.types import AdminState, Audit, Cause
@@ -110,6 +110,41 @@ async def test_a_stop_that_fails_does_not_stay_stopping(
     assert stray.difference.subject == str(pid) and stray.repair == "it was ended"
     await eventually(lambda: not alive(pid))
     await asyncio.wait_for(fleet.load("m"), 60)
+
+
+@engine
+async def test_an_engine_that_will_not_die_does_not_hold_the_shutdown_up(
+    worlds, engine_binary, mid_model, monkeypatch
+):
+    """A process in an uninterruptible wait outlives its KILL: the proxy says so and ends all the same."""
+    world = worlds({"m": {"path": mid_model}}, engine_binary)
+    fleet = world.fleet
+    await fleet.load("m")
+    pid = fleet.status("m").pid
+
+    async def undying(self, grace_s):
+        return StopReport(None, ("SIGTERM", "SIGKILL"), (self.pid,))
+
+    monkeypatch.setattr(EngineProcess, "stop", undying)
+    try:
+        await asyncio.wait_for(fleet.stop(4), 20)
+    finally:
+        os.kill(pid, signal.SIGKILL)
+    await eventually(lambda: not alive(pid))
+
+
+@engine
+async def test_an_unload_drains_before_anybody_else_has_a_turn(worlds, engine_binary, mid_model):
+    """No request slips in between the decision that a model is idle and its drain."""
+    world = worlds({"m": {"path": mid_model}}, engine_binary)
+    fleet = world.fleet
+    await fleet.load("m")
+    job = fleet.begin_unload("m", cause=Cause.TTL)
+    assert fleet.gates.effective("m").state is AdminState.DRAINING
+    late = world.client("late", n_predict=3)
+    assert (await fleet.jobs.wait(job.id, 20)).cut == ()
+    await asyncio.wait_for(late.task, 30)
+    assert late.outcome == "completed" and fleet.gates.effective("m").open
 
 
 @engine
@@ -260,7 +295,7 @@ UNKILLABLE = """
     sys.path.insert(0, sys.argv[1])
     from proxy.backends.command import Command
     from proxy.backends.logtail import LogTail
-    from proxy.backends.process import EngineProcess
+    from proxy.backends.process import EngineProcess, StopReport
 
     BECOME = "import os, time; os.setresuid(65534, 65534, 65534); time.sleep(600)"
     CAP_KILL = 5
