@@ -155,7 +155,10 @@ class Fleet:
     # -- the life of the fleet --------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Restore gates and leases, take over or end what an earlier proxy left, begin loading `preload` models."""
+        """Restore gates and leases, take over or end what an earlier proxy left, begin loading `preload` models.
+
+        One whose gate an operator left blocked stays down.
+        """
         self.gates.restore()
         self.leases.restore()
         await self._take_stock()
@@ -164,7 +167,7 @@ class Fleet:
             if model.on_proxy_exit == "keep" and not self._runs.kept:
                 why = self._state.problem or "no state folder is in use"
                 _log.warning("an engine cannot be kept and will stop with the proxy", model=name, problem=why)
-            if model.preload:
+            if model.preload and self.gates.gate(name).open:
                 self.request_load(name, Cause.OPERATOR)
         self._caretaker.start()
 

@@ -290,6 +290,24 @@ async def test_a_slot_cache_that_cannot_be_noted_takes_no_room(worlds, engine_bi
     assert list(folder.iterdir()) == []
 
 
+@engine
+async def test_a_blocked_model_stays_down_over_a_restart(worlds, engine_binary, mid_model, tmp_path):
+    """`preload` does not load what an operator keeps down."""
+    models = {"m": {"path": mid_model, "preload": True}, "n": {"path": mid_model, "preload": True}}
+    first = worlds(models, engine_binary, state=StateDir.open(tmp_path))
+    await first.fleet.start()
+    await eventually(lambda: first.fleet.status("m").state == "ready", 60)
+    assert (await first.fleet.force("m", then=Then.BLOCK, reason="bad memory", audit=ME)).clean
+    await first.fleet.stop(6)
+    second = worlds(models, engine_binary, state=StateDir.open(tmp_path))
+    await second.fleet.start()
+    await eventually(lambda: second.fleet.status("n").state == "ready", 60)
+    assert (
+        second.fleet.status("m").state == "unloaded" and second.fleet.gates.gate("m").reason == "bad memory"
+    )
+    assert not second.fleet.jobs.all("m")
+
+
 UNKILLABLE = """
     import asyncio, ctypes, os, sys
     sys.path.insert(0, sys.argv[1])
