@@ -151,7 +151,7 @@ class Unloads:
                 if job.kind is JobKind.UNLOAD:
                     if not cut:
                         self._desk.advance(job.id, Progress("saving", requests_left=0))
-                        await self._runner(model).save_slots()
+                        await self._saved(model)
                     self._desk.advance(job.id, Progress("stopping", requests_left=0))
                     report = await self._stopped(model, job.cause, reason)
                     self._metrics.unload_seconds.labels(model, "false").observe(report.seconds)
@@ -175,6 +175,13 @@ class Unloads:
             self._desk.close(job.id, JobState.CANCELLED, error=words, cut=cut, result=result)
         else:
             self._desk.close(job.id, JobState.DONE, cut=cut, result=result)
+
+    async def _saved(self, model: str) -> None:
+        try:
+            await self._runner(model).save_slots()
+        except Exception:
+            # it is a cache: without it a prompt is read again, and the model goes all the same
+            _log.exception("slots were not saved", model=model)
 
     async def _left_blocked(self, model: str, wish: _Wish) -> str:
         """Make the gate that is to be left last; also one that is wished for meanwhile."""
