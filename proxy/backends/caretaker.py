@@ -16,6 +16,7 @@ LOOK_S: Final = 1.0
 """How often it looks; a shorter ttl is met a fraction of itself late."""
 LOOKS_PER_TTL: Final = 10.0
 CATCH_UP_S: Final = 10.0
+"""How often what could not be written is tried again."""
 _log = logs.get("backends")
 
 
@@ -38,10 +39,7 @@ class Caretaker:
         catch_up: Callable[[], object],
         clock: Clock,
     ) -> None:
-        """`ttl_s` has the models that may be unloaded; `wanted` tells whether requests wait for or use one.
-
-        `catch_up` is called every `CATCH_UP_S`.
-        """
+        """`ttl_s` has the models that may be unloaded; `wanted` tells whether requests wait for or use one."""
         self._runners = runners
         self._ttl_s = ttl_s
         self._leasing = leasing
