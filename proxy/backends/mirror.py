@@ -1,4 +1,4 @@
-"""Keeps the newest snapshot of one ready engine: fast while busy, slow while idle, at once when poked.
+"""Keeps the newest snapshot of one ready engine: fast while busy, slow while idle, soon when poked.
 
 One poller per ready backend generation. It only lives while the backend is ready, so it never wakes or pins
 a model, and every poll has a hard timeout: an engine answers `/slots` in milliseconds even during a long
@@ -27,6 +27,9 @@ RETRY_S: Final = 0.2
 IDLE_S: Final = 1.5
 MIN_GAP_S: Final = 0.01
 """Between two polls even when poked: a burst of grants costs one poll, not one each."""
+SETTLE_S: Final = 0.005
+"""From a poke to its poll. A request that was just granted is on no slot before its body has gone out, and the
+poll would only stand in its way; members that end in one decode step are seen together."""
 SLOT_STATES: Final = (
     "idle",
     "busy",
@@ -91,7 +94,7 @@ class Mirror:
             gauge.remove_by_labels({"model": self.key.model, "backend": self.key.backend})
 
     def poke(self) -> None:
-        """Ask for a poll now; one sent before this call does not count."""
+        """Ask for a poll within milliseconds; one sent before this call does not count."""
         self._poked.set()
 
     def age(self) -> float:
@@ -111,6 +114,8 @@ class Mirror:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._interval()):
                     await self._poked.wait()
+            if self._poked.is_set():
+                await asyncio.sleep(SETTLE_S)
 
     def _interval(self) -> float:
         if self.silent_polls:

@@ -358,14 +358,14 @@ async def test_probes_say_what_they_got():
 
 
 async def test_odd_header_bytes_pass_and_control_characters_do_not():
-    """Responses keep bytes that are not UTF-8, requests lose only those; what would split a header is refused."""
+    """Bytes that are not UTF-8 pass in both directions; what would split a header is refused."""
     async with Peer(respond(b"x", b"X-Raw: \xff\xfe\r\n")) as peer:
         exchange = await peer.client.open(
             post(headers=(("X-Raw", b"a\xffb caf\xc3\xa9".decode("utf-8", "surrogateescape")),))
         )
         assert ("X-Raw", b"\xff\xfe".decode("utf-8", "surrogateescape")) in exchange.head.headers
         await exchange.read(10)
-        assert b"X-Raw: ab caf\xc3\xa9\r\n" in peer.requests[0]
+        assert b"X-Raw: a\xffb caf\xc3\xa9\r\n" in peer.requests[0]
         for value in ("a\r\nEvil: 1", "a\nb", "a\0b"):
             with pytest.raises(ValueError):
                 await peer.client.open(post(headers=(("X-Raw", value),)))

@@ -7,6 +7,8 @@ import aiohttp
 import pytest
 from yarl import URL
 
+from proxy.admission.events import Effect, Granted
+
 from .world import house, until
 
 CHAT = "/v1/chat/completions"
@@ -103,9 +105,15 @@ async def test_single_events_at_ten_milliseconds():
 
 async def test_sixty_four_streams_on_four_slots():
     """All finish whole, in order of arrival, and no decision ever grants more than the slots hold."""
-    broken = []
+    broken, granted = [], []
+
+    def look(effect: Effect) -> None:
+        broken.extend(h.admission.broken_rules())
+        if isinstance(effect, Granted):
+            granted.append(effect.ticket)
+
     async with house() as h:
-        h.admission._listener = lambda effect: broken.extend(h.admission.broken_rules())
+        h.admission._listener = look
         connector = aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(h.base, connector=connector) as client:
 
@@ -125,7 +133,9 @@ async def test_sixty_four_streams_on_four_slots():
         assert broken == []
         by_tag = {seen.tag: bytes(seen.sent) for seen in h.engine.requests}
         assert [body for body in bodies] == [by_tag[f"r{number}.1"] for number in range(64)]
-        assert [seen.tag for seen in h.engine.requests] == [f"r{number}.1" for number in range(64)]
+        # two that are granted together may overtake one another on their way: one connection is kept, one is new
+        assert granted == [f"r{number}" for number in range(64)]
+        assert len(h.engine.requests) == 64
         await until(lambda: h.live() == 0)
         assert h.outcomes()["completed"] == 64
         assert (
