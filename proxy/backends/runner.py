@@ -133,7 +133,8 @@ class ModelRunner:
         live, cache = self._live, self._recipe.slots
         if live is None or cache is None or self.key != live.key or self.exchanges:
             return 0
-        return await cache.save(live.running.client, live.running.info)
+        with live.sentinel.excused():
+            return await cache.save(live.running.client, live.running.info)
 
     def set_admin(self, admin: AdminState, reason: str) -> None:
         """Change the administrative axis."""
