@@ -220,7 +220,7 @@ class Admission(Frozen):
 class Memory(Frozen):
     """How much memory all models together may take, and how they make room for each other.
 
-    `ram_bytes` null is the machine's; `vram_bytes` null does not limit. A model stays for at least
+    `ram_bytes` null is the machine's; `vram_bytes` null does not limit beyond what is measured. A model stays for at least
     `min_residency_s`; a load that found no idle model to replace drains a busy one after `swap_patience_s`.
     """
 

@@ -14,6 +14,7 @@ from proxy.backends.command import check
 from proxy.backends.desk import Desk
 from proxy.backends.gatekeeper import Gatekeeper
 from proxy.backends.gates import Gate, GateMode
+from proxy.backends.gpu import Gpus
 from proxy.backends.jobs import Job, JobKind
 from proxy.backends.leasing import Leasing
 from proxy.backends.loadjobs import LoadJobs
@@ -80,6 +81,7 @@ class Fleet:
         requests: Requests | None = None,
         state: StateDir | None = None,
         listener: Listener | None = None,
+        gpus: Gpus | None = None,
     ) -> None:
         """Check the models; nothing runs yet. Raises `ConfigError`.
 
@@ -106,6 +108,7 @@ class Fleet:
             wanted=self._wanted,
             evict=self._evict,
             finished=lambda job: (found := self.jobs.get(job)) is None or found.ended,
+            gpus=gpus,
         )
         for name in catalog.ids():
             model = catalog.model(name)
