@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from proxy.admission import Admission
-from proxy.app.shown import gate_shown
+from proxy.app.shown import gate_shown, host_shown
 from proxy.app.why import why
 from proxy.backends import Fleet
 from proxy.catalog import Catalog
@@ -50,6 +50,7 @@ class Described:
             **self.meta(model),
             "admin": view.gate.value,
             "gate": gate_shown(fleet.gates.gate(model)),
+            "host": host_shown(host) if (host := fleet.host(model)) is not None else None,
             "why": why(status, view, tickets, snapshot, now),
             "jobs": [job.id for job in fleet.jobs.all(model) if not job.ended],
             "backend": {

@@ -12,7 +12,7 @@ from proxy.app.control import Control
 from proxy.app.describe import Described
 from proxy.app.engines import Engines, IdentityCheck
 from proxy.app.reconcile import Reconciler
-from proxy.backends import ControlEvent, Fleet, Job, JobChanged, JobKind
+from proxy.backends import ControlEvent, Fleet, Job, JobChanged, JobKind, Stage
 from proxy.catalog import Catalog
 from proxy.clock import Clock, monotonic
 from proxy.errors import ProxyError
@@ -99,7 +99,8 @@ class Proxy:
 
     def _told_of_load(self, job: Job) -> None:
         """Let requests show that their model waits for others to make room."""
-        waits = not job.ended and bool(self.fleet.status(job.model).waits_for)
+        status = self.fleet.status(job.model)
+        waits = not job.ended and status.stage is Stage.MEMORY and bool(status.waits_for)
         if waits != (job.model in self._swaps):
             (self._swaps.add if waits else self._swaps.discard)(job.model)
             self.admission.swap_wait(job.model, waiting=waits)

@@ -15,6 +15,8 @@ from proxy.backends.desk import Desk
 from proxy.backends.gatekeeper import Gatekeeper
 from proxy.backends.gates import Gate, GateMode
 from proxy.backends.gpu import Gpus
+from proxy.backends.hosting import Hosting
+from proxy.backends.hostkeeper import HostStatus
 from proxy.backends.jobs import Job, JobKind
 from proxy.backends.leasing import Leasing
 from proxy.backends.loadjobs import LoadJobs
@@ -110,6 +112,17 @@ class Fleet:
             finished=lambda job: (found := self.jobs.get(job)) is None or found.ended,
             gpus=gpus,
         )
+        self.leases: Final = Leasing(self._state, clock, metrics, self._tell)
+        self._hosting = Hosting(
+            settings.hosts,
+            settings.models,
+            guests=lambda: self._runners,
+            leased=self.leases.awake,
+            wanted=self._wanted,
+            unload=self._retire,
+            metrics=metrics,
+            clock=clock,
+        )
         for name in catalog.ids():
             model = catalog.model(name)
             recipe = Recipe(
@@ -123,6 +136,7 @@ class Fleet:
                 slots=SlotCache(self._state, name, recipe_of(model, settings.engine))
                 if model.slot_cache and model.path is not None
                 else None,
+                host=self._hosting.keeper(model),
             )
             self._runners[name] = ModelRunner(recipe, metrics=metrics, clock=clock, observer=told)
         self._room.open(self._runners)
@@ -134,7 +148,6 @@ class Fleet:
             metrics=metrics,
             tell=self._tell,
         )
-        self.leases: Final = Leasing(self._state, clock, metrics, self._tell)
         self._unloads = Unloads(
             runner=self._runner,
             model=catalog.model,
@@ -169,6 +182,7 @@ class Fleet:
             if model.preload:
                 self.request_load(name, Cause.OPERATOR)
         self._caretaker.start()
+        self._hosting.start()
 
     async def _take_stock(self) -> None:
         """Bring what earlier proxies recorded in line with what runs; leaves strangers alone."""
@@ -196,6 +210,7 @@ class Fleet:
         """
         self._stopping = True
         await self._caretaker.stop()
+        await self._hosting.stop()
         grace_s = max(0.0, deadline_s - STOP_MARGIN_S)
         await asyncio.gather(
             *(
@@ -373,6 +388,10 @@ class Fleet:
         """Return all models in configuration order."""
         return tuple(runner.status() for runner in self._runners.values())
 
+    def host(self, model: str) -> HostStatus | None:
+        """Return the host a model runs on, None for one without."""
+        return self._hosting.status(self._catalog.model(model))
+
     def log_tail(self, model: str, lines: int = 100) -> list[str]:
         """Return the last lines of the engine's output, of the present or the last process."""
         return self._runner(model).log_tail(lines)
@@ -390,6 +409,10 @@ class Fleet:
         return self.begin_unload(
             model, mode="hold", cause=Cause.EVICT, reason="another model needs its memory"
         )
+
+    def _retire(self, model: str) -> Job:
+        reason = "its host has been idle and goes to sleep"
+        return self.begin_unload(model, mode="hold", cause=Cause.TTL, reason=reason)
 
     def _wanted(self, model: str) -> bool:
         live = self._requests.live(model)

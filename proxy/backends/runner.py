@@ -50,6 +50,7 @@ from proxy.metrics import Metrics
 from proxy.types import AdminState, BackendKey, Cause, EngineInfo, ModelState, Snapshot
 from proxy.upstream import Upstream
 
+_WAITS: Final = (Stage.WAKING, Stage.MEMORY)
 _log = logs.get("backends")
 _T = TypeVar("_T")
 
@@ -245,7 +246,7 @@ class ModelRunner:
             generation=self._life.generation,
             since=self._since,
             stage=progress.stage if progress else None,
-            waits_for=progress.waits_for if progress and progress.stage is Stage.MEMORY else "",
+            waits_for=progress.waits_for if progress and progress.stage in _WAITS else "",
             pid=process.pid if process and process.code is None else None,
             port=running.port if running else progress.port if progress else None,
             info=running.info if running else None,
@@ -291,7 +292,10 @@ class ModelRunner:
             case StartEngine():
                 if effect.cause in (Cause.CRASH, Cause.WEDGE):
                     self._metrics.restarts.labels(self.name).inc()
-                self._progress = Progress(on_started=lambda: self._post(Started(effect.generation)))
+                self._progress = Progress(
+                    on_started=lambda: self._post(Started(effect.generation)),
+                    asked=effect.cause not in (Cause.CRASH, Cause.WEDGE),
+                )
                 self._attempt = self._task(self._load(effect.generation, self._progress), "load")
             case StopEngine():
                 error = self._farewell or words.gone(self.name, effect.cause)
