@@ -15,7 +15,7 @@ from proxy.state import StateDir
 from proxy.types import EnginePhase
 from proxy.upstream import UpstreamDied
 from tests.backends.conftest import Collect, alive, completion, eventually
-from tests.backends.test_watch import counted, native_binary  # noqa: F401 - a fixture
+from tests.backends.test_watch import _through, counted, native_binary  # noqa: F401 - a fixture
 
 pytestmark = pytest.mark.engine
 SOON_S = 60.0
@@ -122,6 +122,41 @@ async def test_an_engine_that_waits_for_companions_is_left_alone(ready):
     assert held[-1] - held[0] > 4, "it was not seen waiting: this shows nothing"
     assert not it.seen.of("down") and it.fleet.key("m") == it.key
     assert counted(it.metrics, "wedges") == 0
+
+
+async def test_answers_that_pause_while_others_read_are_left_alone(ready):
+    """Yield: an answer pauses for longer than wedge_after_s while a long prompt is read, another waits at the barrier."""
+    more = (
+        "--phase-policy",
+        "yield",
+        "--phase-yield-ms",
+        "1",
+        "-c",
+        "32768",
+        "-np",
+        "3",
+        "-b",
+        "128",
+        "-ub",
+        "128",
+    )
+    it = await ready(*more, model="llama-mid", wedge_after_s=3)
+    upstream = it.fleet.upstream(it.key)
+    first = asyncio.create_task(ask(it.fleet, 4000))
+    await eventually(
+        lambda: any(slot.decoded_tokens for snapshot in it.seen.snapshots for slot in snapshot.slots), SOON_S
+    )
+    late = [
+        asyncio.create_task(_through(upstream, completion(2, prompt="the mill by the river " * count)))
+        for count in (1500, 1)
+    ]
+    await asyncio.wait_for(asyncio.gather(*late), 250)
+    paused = max(slot.paused_ms for snapshot in it.seen.snapshots for slot in snapshot.slots)
+    ready_ms = max(slot.wait_ms for snapshot in it.seen.snapshots for slot in snapshot.slots)
+    assert paused > 4000 and ready_ms > 3000, "the prompt was read too fast: this shows nothing"
+    assert not it.seen.of("down") and it.fleet.key("m") == it.key and counted(it.metrics, "wedges") == 0
+    first.cancel()
+    await asyncio.wait({first})
 
 
 async def test_a_slow_disk_is_no_wedge_while_slots_are_saved(ready, tmp_path):
