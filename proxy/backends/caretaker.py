@@ -33,14 +33,13 @@ class Caretaker:
         unload: Callable[[str], object],
         clock: Clock,
     ) -> None:
-        """`ttl_s` has the models that may be unloaded; `wanted` tells whether requests wait for or use one."""
+        """`ttl_s` has the models that may be unloaded, and may change; `wanted` tells whether requests wait for or use one."""
         self._runners = runners
         self._ttl_s = ttl_s
         self._leasing = leasing
         self._wanted = wanted
         self._unload = unload
         self._clock = clock
-        self._every_s = min([LOOK_S, *(ttl / LOOKS_PER_TTL for ttl in ttl_s.values())])
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -66,7 +65,7 @@ class Caretaker:
 
     async def _run(self) -> None:
         while True:
-            await asyncio.sleep(self._every_s)
+            await asyncio.sleep(min([LOOK_S, *(ttl / LOOKS_PER_TTL for ttl in self._ttl_s.values())]))
             try:
                 self.look()
             except Exception:

@@ -24,6 +24,7 @@ from proxy.backends.logfeed import LogFollower
 from proxy.backends.ports import ControlEvent, Listener, NoRequests, Requests
 from proxy.backends.reconcile import ReconcileReport
 from proxy.backends.reconciler import reconcile
+from proxy.backends.refits import Refits
 from proxy.backends.room import Room
 from proxy.backends.runner import ModelRunner
 from proxy.backends.runrecord import Fate, recipe_of
@@ -67,7 +68,8 @@ def check_models(models: Mapping[str, Model], defaults: Engine) -> None:
 class Fleet:
     """Loads, watches and stops backends. One event loop, one owner; `stop` leaves nothing behind but kept engines.
 
-    `jobs`, `gates` and `leases` are the operators' side: read them freely, change them by the methods below.
+    `jobs`, `gates` and `leases` are the operators' side: read them freely, change them by the methods below. `refits`
+    changes the models while the fleet runs.
     """
 
     def __init__(
@@ -101,9 +103,10 @@ class Fleet:
         self._loads = LoadJobs(self.jobs, self._runner, catalog.model)
         told = Told(observer, self._loads)
         self._runners: dict[str, ModelRunner] = {}
+        self._models = dict(settings.models)
         self._room = Room(
             settings.memory,
-            settings.models,
+            self._models,
             settings.engine,
             state=self._state,
             clock=clock,
@@ -115,7 +118,7 @@ class Fleet:
         self.leases: Final = Leasing(self._state, clock, metrics, self._tell)
         self._hosting = Hosting(
             settings.hosts,
-            settings.models,
+            self._models,
             guests=lambda: self._runners,
             leased=self.leases.awake,
             wanted=self._wanted,
@@ -123,22 +126,10 @@ class Fleet:
             metrics=metrics,
             clock=clock,
         )
-        for name in catalog.ids():
-            model = catalog.model(name)
-            recipe = Recipe(
-                name,
-                model,
-                settings.engine,
-                engine_resolver,
-                verify,
-                runs=self._runs,
-                room=self._room,
-                slots=SlotCache(self._state, name, recipe_of(model, settings.engine))
-                if model.slot_cache and model.path is not None
-                else None,
-                host=self._hosting.keeper(model),
-            )
-            self._runners[name] = ModelRunner(recipe, metrics=metrics, clock=clock, observer=told)
+        self._told, self._clock = told, clock
+        self._engine, self._resolver, self._verify = settings.engine, engine_resolver, verify
+        for name, model in self._models.items():
+            self._runners[name] = self._new_runner(name, model)
         self._room.open(self._runners)
         self.gates: Final = Gatekeeper(
             catalog.ids(),
@@ -157,14 +148,45 @@ class Fleet:
             metrics=metrics,
             clock=clock,
         )
-        ttl_s = {name: ttl for name in catalog.ids() if (ttl := catalog.model(name).ttl_s) is not None}
+        self._ttl_s = {name: model.ttl_s for name, model in self._models.items() if model.ttl_s is not None}
         self._caretaker = Caretaker(
             self._runners,
-            ttl_s,
+            self._ttl_s,
             leasing=self.leases,
             wanted=self._wanted,
             unload=lambda name: self.begin_unload(name, cause=Cause.TTL),
             clock=clock,
+        )
+        self.refits: Final = Refits(
+            self._models,
+            self._runners,
+            self._ttl_s,
+            gates=self.gates,
+            desk=self.jobs,
+            make=self._new_runner,
+            recipe=self._recipe,
+            load=lambda name: self.request_load(name, Cause.RELOAD),
+            unload=self.begin_unload,
+            metrics=metrics,
+        )
+
+    def _new_runner(self, name: str, model: Model) -> ModelRunner:
+        return ModelRunner(
+            self._recipe(name, model), metrics=self._metrics, clock=self._clock, observer=self._told
+        )
+
+    def _recipe(self, name: str, model: Model) -> Recipe:
+        keeps_slots = model.slot_cache and model.path is not None
+        return Recipe(
+            name,
+            model,
+            self._engine,
+            self._resolver,
+            self._verify,
+            runs=self._runs,
+            room=self._room,
+            slots=SlotCache(self._state, name, recipe_of(model, self._engine)) if keeps_slots else None,
+            host=self._hosting.keeper(model),
         )
 
     # -- the life of the fleet --------------------------------------------------------------------------
@@ -211,6 +233,7 @@ class Fleet:
         self._stopping = True
         await self._caretaker.stop()
         await self._hosting.stop()
+        await self.refits.close()
         grace_s = max(0.0, deadline_s - STOP_MARGIN_S)
         await asyncio.gather(
             *(

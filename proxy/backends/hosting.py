@@ -48,8 +48,8 @@ class Hosting:
         metrics: Metrics,
         clock: Clock,
     ) -> None:
-        """`guests()` are the runners by model; `unload(model)` begins an unload that lets running requests finish."""
-        self._on = {host: [name for name, model in models.items() if model.host == host] for host in settings}
+        """`models` may change. `guests()` are the runners by model; `unload(model)` begins one that lets requests finish."""
+        self._models = models
         self._guests = guests
         self._leased = leased
         self._wanted = wanted
@@ -87,7 +87,11 @@ class Hosting:
 
     def _use(self, host: str) -> Use:
         everyone = self._guests()
-        guests = {name: everyone[name] for name in self._on[host]}
+        guests = {
+            name: everyone[name]
+            for name, model in self._models.items()
+            if model.host == host and name in everyone
+        }
         idle = [since for guest in guests.values() if (since := guest.idle_since) is not None]
         gone = (ModelState.UNLOADED, ModelState.FAILED)
         return Use(

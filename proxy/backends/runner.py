@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import Awaitable, Coroutine
+from dataclasses import replace
 from typing import Any, Final, TypeVar, assert_never
 
 from proxy import logs
@@ -60,9 +61,7 @@ class ModelRunner:
 
     def __init__(self, recipe: Recipe, *, metrics: Metrics, clock: Clock, observer: FleetObserver) -> None:
         self.name: Final = recipe.name
-        self.kind: Final = Kind.REMOTE if recipe.model.url is not None else Kind.PROCESS
         self._recipe = recipe
-        self._model = recipe.model
         self._metrics = metrics
         for failures in (
             *(metrics.crashes, metrics.wedges, metrics.restarts, metrics.identity_mismatch),
@@ -88,8 +87,16 @@ class ModelRunner:
         self._failure: ProxyError | None = None
         self._farewell: ProxyError | None = None
         self._left: RunRecord | None = None
-        restart = recipe.model.restart
-        self._backoff = Backoff(restart.first_s, restart.max_s, restart.stable_s)
+
+    @property
+    def kind(self) -> Kind:
+        """How its backend comes to be."""
+        return Kind.REMOTE if self._recipe.model.url is not None else Kind.PROCESS
+
+    @property
+    def _backoff(self) -> Backoff:
+        restart = self._recipe.model.restart
+        return Backoff(restart.first_s, restart.max_s, restart.stable_s)
 
     # -- asked from outside -----------------------------------------------------------------------------
 
@@ -136,6 +143,11 @@ class ModelRunner:
             return 0
         with live.sentinel.excused():
             return await cache.save(live.running.client, live.running.info)
+
+    def refit(self, recipe: Recipe) -> None:
+        """Take another configuration, for starts from now on; who follows the log goes on following it."""
+        self._recipe = replace(recipe, feed=self._recipe.feed)
+        self._grace_s = recipe.model.stop.grace_s
 
     def set_admin(self, admin: AdminState, reason: str) -> None:
         """Change the administrative axis."""

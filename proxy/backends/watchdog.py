@@ -25,6 +25,8 @@ SILENT_POLLS: Final = 3
 HELD_UP_S: Final = 1.0
 """A timeout that fired this much late was our own stall, not the engine's silence."""
 TIMES_LONGEST: Final = 10.0
+UNSEEN_S: Final = 0.25
+"""What a call can have gone on after it was last seen; busy engines are looked at every 50 ms."""
 GATHER_S: Final = 1.0
 """The longest wait for companions that a request can ask an engine for (`x-phase-gather-ms`)."""
 UNKNOWN_FIRST_S: Final = 60.0
@@ -162,7 +164,7 @@ class Watchdog:
         now, running_s = snapshot.taken_at, snapshot.decode_running_ms / 1000
         if self._running_s > 0 and running_s < self._running_s:
             unseen_s = now - running_s - self._running_at
-            length_s = self._running_s + min(HELD_UP_S, max(0.0, unseen_s))
+            length_s = self._running_s + min(UNSEEN_S, max(0.0, unseen_s))
             if length_s > self.longest_s:
                 self.longest_s, self.longest_tokens = length_s, self._running_tokens
             self._running_s = 0.0

@@ -18,7 +18,7 @@ from tests.backends.conftest import Collect, alive, completion, eventually
 from tests.backends.test_watch import _through, counted, native_binary  # noqa: F401 - a fixture
 
 pytestmark = pytest.mark.engine
-SOON_S = 60.0
+SOON_S = 120.0
 """For what takes a few seconds on an idle machine."""
 
 
