@@ -9,6 +9,12 @@ class Catalog:
     """Resolves what clients call a model to its configured id."""
 
     def __init__(self, models: Mapping[str, Model]) -> None:
+        self._models: dict[str, Model] = {}
+        self._ids: dict[str, str] = {}
+        self.replace(models)
+
+    def replace(self, models: Mapping[str, Model]) -> None:
+        """Take other models, all at once."""
         self._models = dict(models)
         self._ids = {name: name for name in models}
         for name, model in models.items():

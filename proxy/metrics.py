@@ -100,6 +100,8 @@ class Metrics:
         self.gate_blocked = g("gate_blocked", "1 while a model's gate is blocked", "model")
         self.leases_held = g("leases_held", "Keep-awake leases held", "")
         self.host_awake = g("host_awake", "1 while a host answers its probe", "host")
+        self.host_transitions = c("host_transitions", "State changes of hosts", "host from to cause")
+        self.host_hook_failures = c("host_hook_failures", "Wake and idle hooks that failed", "host hook")
         self.upstream_errors = c("upstream_errors", "Failed exchanges with engines", "model kind")
         self.client_disconnects = c("client_disconnects", "Clients that left early, by state", "model state")
         self.build_info = g("build_info", "Always 1", "version engine_build patch_series")

@@ -6,6 +6,8 @@ for every limit, budget and interval. `proxy.config` reads files and environment
 
 import ipaddress
 import os
+import re
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -30,6 +32,7 @@ ENV_PREFIX = "LLAMA_PROXY_"
 ENGINE_MAX_BODY_BYTES = 100 * 1024 * 1024
 """llama-server refuses larger bodies and has no flag for it, so our cap may not exceed it."""
 
+_MAC = re.compile(r"[0-9A-Fa-f]{2}([:-])[0-9A-Fa-f]{2}(\1[0-9A-Fa-f]{2}){4}")
 _LOOPBACK_NAMES = frozenset({"localhost", "localhost.", "ip6-localhost"})
 
 
@@ -79,6 +82,45 @@ def _url(value: str) -> str:
     return value
 
 
+def _command(value: str) -> str:
+    try:
+        words = shlex.split(value)
+    except ValueError as error:
+        raise ValueError(f"cannot be split into words: {error}") from None
+    if not words:
+        raise ValueError("expected a command (words as in a shell, but no shell runs it)")
+    return value
+
+
+def _mac(value: str) -> str:
+    if _MAC.fullmatch(value) is None:
+        raise ValueError("expected a MAC address such as 52:54:00:12:34:56")
+    return value.replace("-", ":").lower()
+
+
+def _ipv4(value: str) -> str:
+    try:
+        return str(ipaddress.IPv4Address(value))
+    except ValueError:
+        raise ValueError("expected an IPv4 address such as 192.168.1.255") from None
+
+
+def _probe(value: str) -> str:
+    if "://" in value:
+        return _url(value)
+    try:
+        parts = urlsplit(f"//{value}")
+        if (
+            parts.hostname
+            and parts.port
+            and not (parts.path or parts.query or parts.fragment or parts.username)
+        ):
+            return value
+    except ValueError:
+        pass
+    raise ValueError("expected host:port (a connection is the answer) or http://host:port/path (200 is)")
+
+
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 OptionalSeconds = Annotated[Seconds | None, BeforeValidator(_zero_is_off)]
 OptionalCount = Annotated[Annotated[int, Field(ge=0)] | None, BeforeValidator(_zero_is_off)]
@@ -87,6 +129,9 @@ UserPath = Annotated[Path, AfterValidator(_expand)]
 ModelId = Annotated[str, AfterValidator(model_id)]
 Key = Annotated[SecretStr, AfterValidator(_secret_text)]
 Url = Annotated[str, AfterValidator(_url)]
+CommandLine = Annotated[str, AfterValidator(_command)]
+MacAddress = Annotated[str, AfterValidator(_mac)]
+Probe = Annotated[str, AfterValidator(_probe)]
 PriorityClass = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_-]{0,31}$")]
 Policy = Literal["mixed", "drain", "yield"]
 
@@ -220,7 +265,7 @@ class Admission(Frozen):
 class Memory(Frozen):
     """How much memory all models together may take, and how they make room for each other.
 
-    `ram_bytes` null is the machine's; `vram_bytes` null does not limit. A model stays for at least
+    `ram_bytes` null is the machine's; `vram_bytes` null does not limit beyond what is measured. A model stays for at least
     `min_residency_s`; a load that found no idle model to replace drains a busy one after `swap_patience_s`.
     """
 
@@ -261,6 +306,45 @@ class Restart(Frozen):
     stable_s: Seconds = 300.0
 
 
+class Wake(Frozen):
+    """How a host is woken: a command, or a Wake-on-LAN packet to `mac`; it is awake once `probe` answers.
+
+    The packet goes to `broadcast` and `port` (UDP), again and again until the answer or `timeout_s`, which bounds all of it.
+    """
+
+    command: CommandLine | None = None
+    mac: MacAddress | None = None
+    broadcast: Annotated[str, AfterValidator(_ipv4)] = "255.255.255.255"
+    port: Annotated[int, Field(ge=1, le=65535)] = 9
+    probe: Probe
+    timeout_s: Annotated[float, Field(gt=0, le=86_400)] = 120.0
+
+    @model_validator(mode="after")
+    def _one_way(self) -> Self:
+        if (self.command is None) == (self.mac is None):
+            raise ValueError("exactly one of command or mac is needed")
+        return self
+
+
+class Idle(Frozen):
+    """What becomes of a host that nobody used for `after_s`: its models are unloaded, then `command` runs once.
+
+    The command may take `timeout_s`; what it began (going to sleep) is given `settle_s` before the host is woken again.
+    """
+
+    after_s: OptionalSeconds
+    command: CommandLine
+    timeout_s: Annotated[float, Field(gt=0, le=86_400)] = 60.0
+    settle_s: Seconds = 10.0
+
+
+class Host(Frozen):
+    """A machine that models run on, where it may sleep."""
+
+    wake: Wake | None = None
+    idle: Idle | None = None
+
+
 class Model(Frozen):
     """One model: exactly one of `path` (we run llama-server), `cmd` (we run that), `url` or `dns`."""
 
@@ -274,6 +358,7 @@ class Model(Frozen):
     aliases: tuple[ModelId, ...] = ()
     description: str = ""
     engine: str | None = None
+    host: str | None = None
     upstream_key: Key | None = None
     vram_bytes: OptionalCount = None
     ram_bytes: OptionalCount = None
@@ -317,6 +402,9 @@ class Settings(BaseSettings):
     engine: Engine = Engine()
     admission: Admission = Admission()
     memory: Memory = Memory()
+    hosts: Mapping[Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")], Host] = Field(
+        default_factory=dict
+    )
     models_dir: UserPath | None = None
     models: Mapping[ModelId, Model] = Field(default_factory=dict)
 
@@ -337,6 +425,9 @@ class Settings(BaseSettings):
     def _names(self) -> Self:
         taken: dict[str, str] = {name: f"models.{name}" for name in self.models}
         for name, model in self.models.items():
+            if model.host is not None and model.host not in self.hosts:
+                known = ", ".join(sorted(self.hosts)) or "none is configured"
+                raise ValueError(f"models.{name}.host: {model.host!r} is not one of hosts: {known}")
             for alias in model.aliases:
                 if alias in taken:
                     raise ValueError(f"models.{name}.aliases: {alias!r} is already {taken[alias]}")

@@ -210,7 +210,10 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What a ready engine said of itself (`/props`), taken once per generation."""
+    """What a ready engine said of itself (`/props`), taken once per generation.
+
+    `admit_ms` is how long it waits for companions of a queued prompt while it is idle.
+    """
 
     slots: int
     context_tokens: int
@@ -219,3 +222,4 @@ class EngineInfo:
     series: str = ""
     model_path: str = ""
     modalities: Mapping[str, bool] | None = None
+    admit_ms: int = 0

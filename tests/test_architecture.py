@@ -53,6 +53,7 @@ PURE = {
     *(
         "backends.watchdog",
         "backends.jobs",
+        "backends.hosts",
         "backends.gates",
         "backends.leases",
         "backends.memory",

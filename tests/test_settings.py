@@ -50,21 +50,47 @@ def test_the_example_names_every_field() -> None:
         "stop": raw["models"]["qwen-27b"]["stop"],
         "restart": raw["models"]["qwen-27b"]["restart"],
         "api_keys": raw["server"]["api_keys"][0],
+        "host": raw["hosts"]["gpu1"],
+        "wake": raw["hosts"]["gpu1"]["wake"],
+        "idle": raw["hosts"]["gpu1"]["idle"],
     }
     definitions = json_schema()["$defs"]
     names = {
         "server": "Server", "engine": "Engine", "admission": "Admission", "memory": "Memory", "models.*": "Model",
         "budgets": "Budgets", "stop": "Stop", "restart": "Restart", "api_keys": "ApiKey",
+        "host": "Host", "wake": "Wake", "idle": "Idle",
     }  # fmt: skip
     for section, name in names.items():
         missing = set(definitions[name]["properties"]) - set(sections[section])
         assert missing <= {"dns"}, f"{section}: {missing} not in config.example.yaml"
 
 
+def _wake(text: str) -> str:
+    return f"hosts: {{gpu1: {{wake: {{{text}, probe: 'gpu1:22'}}}}}}"
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
         ("server: {port: 99999}", ["server.port", "65535", "99999"]),
+        (_wake("mac: '52:54:00:12:34'"), ["hosts.gpu1.wake.mac", "52:54:00:12:34:56"]),
+        (_wake("mac: '52:54-00:12-34:56'"), ["hosts.gpu1.wake.mac"]),
+        (_wake("command: 'ssh \"gpu'"), ["hosts.gpu1.wake.command", "split into words"]),
+        (_wake("command: '  '"), ["hosts.gpu1.wake.command", "expected a command"]),
+        (_wake("command: a, mac: '52:54:00:12:34:56'"), ["hosts.gpu1.wake", "exactly one of command or mac"]),
+        (_wake("command: a, broadcast: everywhere"), ["hosts.gpu1.wake.broadcast", "IPv4"]),
+        (_wake("port: 9"), ["hosts.gpu1.wake", "exactly one of command or mac"]),
+        (_wake("command: a, timeout_s: 0"), ["hosts.gpu1.wake.timeout_s", "greater than 0"]),
+        ("hosts: {gpu1: {wake: {command: a}}}", ["hosts.gpu1.wake.probe", "required"]),
+        *(
+            (f"hosts: {{gpu1: {{wake: {{command: a, probe: '{probe}'}}}}}}", ["hosts.gpu1.wake.probe"])
+            for probe in ("gpu1", "gpu1:0", ":22", "gpu1:22/x", "ftp://gpu1:22", "gpu1:99999", "u@gpu1:22")
+        ),
+        ("hosts: {gpu1: {idle: {command: a}}}", ["hosts.gpu1.idle.after_s", "required"]),
+        ("hosts: {gpu1: {idle: {after_s: 5}}}", ["hosts.gpu1.idle.command", "required"]),
+        ("hosts: {gpu1: {idle: {after_s: -5, command: a}}}", ["hosts.gpu1.idle.after_s"]),
+        ("hosts: {'a b': {}}", ["hosts.a b"]),
+        ("hosts: {gpu1: {}}\nmodels: {m: {path: x, host: gpu2}}", ["models.m.host", "'gpu2'", "gpu1"]),
         ("server: {prot: 1}", ["server.prot", "does not exist"]),
         ("admission: {queue_timeout_s: -1}", ["admission.queue_timeout_s", "0"]),
         ("admission: {queue_timeout_s: .inf}", ["admission.queue_timeout_s"]),

@@ -1,8 +1,9 @@
 """Operators' control for the HTTP surface: the fleet's, in JSON values."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from proxy.app.reloading import Reloader
 from proxy.app.shown import force_shown, gate_shown, job_shown, lease_shown, report_shown
 from proxy.backends import (
     ControlEvent,
@@ -24,8 +25,10 @@ from proxy.types import Audit
 class Control:
     """What operators may do, as `proxy.http.ports.Control`."""
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, fleet: Fleet, reloader: Callable[[], Reloader]) -> None:
+        """`reloader` is asked for when it is needed: it is made after this."""
         self._fleet = fleet
+        self._reloader = reloader
 
     # --- jobs ---------------------------------------------------------------------------------------
 
@@ -103,6 +106,9 @@ class Control:
     async def release(self, lease_id: str) -> Mapping[str, Any] | None:
         lease = await self._fleet.leases.release(lease_id)
         return lease_shown(lease, 0.0) if lease is not None else None
+
+    async def reload(self, audit: Audit, *, dry_run: bool) -> Mapping[str, Any]:
+        return await self._reloader().reload(audit, dry_run=dry_run)
 
     # --- looking ------------------------------------------------------------------------------------
 

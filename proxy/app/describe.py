@@ -4,7 +4,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from proxy.admission import Admission
-from proxy.app.shown import gate_shown
+from proxy.app.shown import gate_shown, host_shown
+from proxy.app.why import why
 from proxy.backends import Fleet
 from proxy.catalog import Catalog
 from proxy.clock import Clock
@@ -43,11 +44,14 @@ class Described:
         status, view = fleet.status(model), self._admission.view(model)
         snapshot, info = fleet.snapshot(model), status.info
         now = self._clock()
+        tickets = [ticket for ticket in self._admission.tickets() if ticket.model == model]
         return {
             "id": model,
             **self.meta(model),
             "admin": view.gate.value,
             "gate": gate_shown(fleet.gates.gate(model)),
+            "host": host_shown(host) if (host := fleet.host(model)) is not None else None,
+            "why": why(status, view, tickets, snapshot, now),
             "jobs": [job.id for job in fleet.jobs.all(model) if not job.ended],
             "backend": {
                 "kind": status.kind.value,

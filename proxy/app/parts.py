@@ -12,7 +12,8 @@ from proxy.app.control import Control
 from proxy.app.describe import Described
 from proxy.app.engines import Engines, IdentityCheck
 from proxy.app.reconcile import Reconciler
-from proxy.backends import ControlEvent, Fleet, Job, JobChanged, JobKind
+from proxy.app.reloading import Reloader, Reread
+from proxy.backends import ControlEvent, Fleet, Job, JobChanged, JobKind, Stage
 from proxy.catalog import Catalog
 from proxy.clock import Clock, monotonic
 from proxy.errors import ProxyError
@@ -47,8 +48,9 @@ class Proxy:
         *,
         clock: Clock = monotonic,
         state: StateDir | None = None,
+        reread: Reread | None = None,
     ) -> None:
-        """Without `state` gates, leases and run records end with this proxy."""
+        """Without `state` gates, leases and run records end with this proxy, without `reread` nothing is reloaded."""
         self.settings = settings
         self.clock = clock
         self.metrics = Metrics()
@@ -68,9 +70,12 @@ class Proxy:
             state=state,
             listener=self._heard,
         )
-        self.control = Control(self.fleet)
+        self.control = Control(self.fleet, lambda: self.reloader)
         self.admission = Admission(
             settings, self.metrics, _World(self), clock=clock, listener=partial(note_effect, self.hub)
+        )
+        self.reloader = Reloader(
+            settings, reread, fleet=self.fleet, catalog=self.catalog, admission=self.admission
         )
         stale_after_s = settings.admission.stale_after_s
         self.reconciler = Reconciler(self.admission, self.metrics, self.hub, stale_after_s)
@@ -99,7 +104,8 @@ class Proxy:
 
     def _told_of_load(self, job: Job) -> None:
         """Let requests show that their model waits for others to make room."""
-        waits = not job.ended and bool(self.fleet.status(job.model).waits_for)
+        status = self.fleet.status(job.model)
+        waits = not job.ended and status.stage is Stage.MEMORY and bool(status.waits_for)
         if waits != (job.model in self._swaps):
             (self._swaps.add if waits else self._swaps.discard)(job.model)
             self.admission.swap_wait(job.model, waiting=waits)

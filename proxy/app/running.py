@@ -12,6 +12,7 @@ from aiohttp import web
 from proxy import __version__, logs
 from proxy.app.engines import Engines
 from proxy.app.parts import Proxy
+from proxy.app.reloading import Reread
 from proxy.errors import ErrorCode, ProxyError
 from proxy.http.server import ProxyRunner
 from proxy.settings import Settings
@@ -37,14 +38,19 @@ class Listening:
         return f"http://{host}:{self.port}"
 
 
-async def serve(settings: Settings, engines: Engines, told: Callable[[Listening], None]) -> None:
+async def serve(
+    settings: Settings,
+    engines: Engines,
+    told: Callable[[Listening], None],
+    reread: Reread | None = None,
+) -> None:
     """Serve until SIGTERM, SIGINT or SIGHUP, then drain until `shutdown_drain_s` and stop.
 
     A second signal cuts: what runs ends at once, engines are killed. Later ones change nothing.
     """
     stop, cut = asyncio.Event(), asyncio.Event()
     with _signals(stop, cut):
-        async with _listening(settings, engines, cut) as (proxy, site, where):
+        async with _listening(settings, engines, cut, reread) as (proxy, site, where):
             told(where)
             _log.info("listening", url=where.url, models=_listed(settings), version=__version__)
             await stop.wait()
@@ -54,10 +60,10 @@ async def serve(settings: Settings, engines: Engines, told: Callable[[Listening]
 
 @contextlib.asynccontextmanager
 async def _listening(
-    settings: Settings, engines: Engines, cut: asyncio.Event
+    settings: Settings, engines: Engines, cut: asyncio.Event, reread: Reread | None
 ) -> AsyncIterator[tuple[Proxy, web.TCPSite, Listening]]:
     state = StateDir.open(settings.server.state_dir or default_dir())
-    proxy = Proxy(settings, engines, state=state)
+    proxy = Proxy(settings, engines, state=state, reread=reread)
     runner = ProxyRunner(proxy.http(), settings)
     try:
         await proxy.fleet.start()

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from proxy.backends import Gate, Job, Lease, ReconcileReport, UnloadReport
+from proxy.backends import Gate, HostStatus, Job, Lease, ReconcileReport, UnloadReport
 from proxy.types import Audit
 
 
@@ -53,6 +53,17 @@ def lease_shown(lease: Lease, left_s: float) -> dict[str, Any]:
         "left_s": round(left_s, 3),
         "expires_at": lease.expires_wall,
         "by": _by(lease.audit),
+    }
+
+
+def host_shown(host: HostStatus) -> dict[str, Any]:
+    """Return a host; `idle_in_s` is null where it has no idle command, or sleeps."""
+    return {
+        "name": host.name,
+        "state": host.state.value,
+        "since_s": round(host.since_s, 3),
+        "idle_in_s": None if host.idle_in_s is None else round(host.idle_in_s, 3),
+        "last_error": host.error or None,
     }
 
 

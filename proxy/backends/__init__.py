@@ -4,6 +4,8 @@ from proxy.backends.command import EngineBinary
 from proxy.backends.fleet import Fleet, check_models
 from proxy.backends.gatekeeper import blocked, opened
 from proxy.backends.gates import Gate, GateMode
+from proxy.backends.hostkeeper import HostStatus
+from proxy.backends.hosts import HostState
 from proxy.backends.jobs import Job, JobKind, JobState, Progress
 from proxy.backends.leases import Lease
 from proxy.backends.logfeed import LogFollower
@@ -39,6 +41,8 @@ __all__ = [
     "Gate",
     "GateChanged",
     "GateMode",
+    "HostState",
+    "HostStatus",
     "Job",
     "JobChanged",
     "JobKind",

@@ -1,4 +1,7 @@
-"""One attempt to get a backend ready: take over what was left running, else bring one up; all failures in words."""
+"""One attempt to get a backend ready: take over what was left running, else wake its host and bring one up.
+
+All failures are in words.
+"""
 
 import asyncio
 
@@ -18,6 +21,8 @@ async def attempt(recipe: Recipe, progress: Progress, left: RunRecord | None) ->
     try:
         async with asyncio.timeout(limit):
             running = await _taken_over(recipe, progress, left) if left is not None else None
+            if running is None and recipe.host is not None:
+                await recipe.host.ensure(recipe.name, asked=progress.asked, told=progress.waking)
             if running is not None or recipe.room is None or recipe.model.url is not None:
                 return running or await bring_up(recipe, progress)
             async with recipe.room.reserved(recipe.name, progress.waiting):

@@ -15,6 +15,7 @@ from typing import Final, TypeVar
 from proxy.backends import probes
 from proxy.backends.client import EngineClient, ProbeError
 from proxy.backends.command import HOST, EngineBinary, build, needs_engine
+from proxy.backends.hostkeeper import HostKeeper
 from proxy.backends.listening import Owner, Reservation, own_port, owner
 from proxy.backends.logfeed import LogFeed
 from proxy.backends.logtail import LogTail
@@ -56,6 +57,7 @@ class Recipe:
     feed: LogFeed = field(default_factory=LogFeed)
     room: Room | None = None
     slots: SlotCache | None = None
+    host: HostKeeper | None = None
     inherited: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     cores: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
 
@@ -91,6 +93,12 @@ class Progress:
     port: int | None = None
     on_started: Callable[[], None] = lambda: None
     waits_for: str = ""
+    asked: bool = True
+    """Whether somebody asked for this load; a restart after a crash is nobody's."""
+
+    def waking(self, words: str) -> None:
+        """Note what the load waits for before its host can be used."""
+        self.stage, self.waits_for = Stage.WAKING, words
 
     def waiting(self, words: str) -> None:
         """Note what the load waits for before anything is started."""

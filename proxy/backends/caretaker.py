@@ -39,7 +39,7 @@ class Caretaker:
         catch_up: Callable[[], object],
         clock: Clock,
     ) -> None:
-        """`ttl_s` has the models that may be unloaded; `wanted` tells whether requests wait for or use one."""
+        """`ttl_s` has the models that may be unloaded, and may change; `wanted` tells whether requests wait for or use one."""
         self._runners = runners
         self._ttl_s = ttl_s
         self._leasing = leasing
@@ -48,7 +48,6 @@ class Caretaker:
         self._catch_up = catch_up
         self._caught_up_at = clock()
         self._clock = clock
-        self._every_s = min([LOOK_S, *(ttl / LOOKS_PER_TTL for ttl in ttl_s.values())])
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -77,7 +76,7 @@ class Caretaker:
 
     async def _run(self) -> None:
         while True:
-            await asyncio.sleep(self._every_s)
+            await asyncio.sleep(min([LOOK_S, *(ttl / LOOKS_PER_TTL for ttl in self._ttl_s.values())]))
             try:
                 self.look()
             except Exception:

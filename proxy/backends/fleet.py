@@ -14,6 +14,9 @@ from proxy.backends.command import check
 from proxy.backends.desk import Desk
 from proxy.backends.gatekeeper import Gatekeeper
 from proxy.backends.gates import Gate, GateMode
+from proxy.backends.gpu import Gpus
+from proxy.backends.hosting import Hosting
+from proxy.backends.hostkeeper import HostStatus
 from proxy.backends.jobs import Job, JobKind
 from proxy.backends.leasing import Leasing
 from proxy.backends.loadjobs import LoadJobs
@@ -21,6 +24,7 @@ from proxy.backends.logfeed import LogFollower
 from proxy.backends.ports import ControlEvent, Listener, NoRequests, Requests
 from proxy.backends.reconcile import ReconcileReport
 from proxy.backends.reconciler import reconcile
+from proxy.backends.refits import Refits
 from proxy.backends.room import Room
 from proxy.backends.runner import ModelRunner
 from proxy.backends.runrecord import Fate, recipe_of
@@ -64,7 +68,8 @@ def check_models(models: Mapping[str, Model], defaults: Engine) -> None:
 class Fleet:
     """Loads, watches and stops backends. One event loop, one owner; `stop` leaves nothing behind but kept engines.
 
-    `jobs`, `gates` and `leases` are the operators' side: read them freely, change them by the methods below.
+    `jobs`, `gates` and `leases` are the operators' side: read them freely, change them by the methods below. `refits`
+    changes the models while the fleet runs.
     """
 
     def __init__(
@@ -80,6 +85,7 @@ class Fleet:
         requests: Requests | None = None,
         state: StateDir | None = None,
         listener: Listener | None = None,
+        gpus: Gpus | None = None,
     ) -> None:
         """Check the models; nothing runs yet. Raises `ConfigError`.
 
@@ -97,31 +103,33 @@ class Fleet:
         self._loads = LoadJobs(self.jobs, self._runner, catalog.model)
         told = Told(observer, self._loads)
         self._runners: dict[str, ModelRunner] = {}
+        self._models = dict(settings.models)
         self._room = Room(
             settings.memory,
-            settings.models,
+            self._models,
             settings.engine,
             state=self._state,
             clock=clock,
             wanted=self._wanted,
             evict=self._evict,
             finished=lambda job: (found := self.jobs.get(job)) is None or found.ended,
+            gpus=gpus,
         )
-        for name in catalog.ids():
-            model = catalog.model(name)
-            recipe = Recipe(
-                name,
-                model,
-                settings.engine,
-                engine_resolver,
-                verify,
-                runs=self._runs,
-                room=self._room,
-                slots=SlotCache(self._state, name, recipe_of(model, settings.engine))
-                if model.slot_cache and model.path is not None
-                else None,
-            )
-            self._runners[name] = ModelRunner(recipe, metrics=metrics, clock=clock, observer=told)
+        self.leases: Final = Leasing(self._state, clock, metrics, self._tell)
+        self._hosting = Hosting(
+            settings.hosts,
+            self._models,
+            guests=lambda: self._runners,
+            leased=self.leases.awake,
+            wanted=self._wanted,
+            unload=self._retire,
+            metrics=metrics,
+            clock=clock,
+        )
+        self._told, self._clock = told, clock
+        self._engine, self._resolver, self._verify = settings.engine, engine_resolver, verify
+        for name, model in self._models.items():
+            self._runners[name] = self._new_runner(name, model)
         self._room.open(self._runners)
         self.gates: Final = Gatekeeper(
             catalog.ids(),
@@ -131,7 +139,6 @@ class Fleet:
             metrics=metrics,
             tell=self._tell,
         )
-        self.leases: Final = Leasing(self._state, clock, metrics, self._tell)
         self._unloads = Unloads(
             runner=self._runner,
             model=catalog.model,
@@ -141,15 +148,46 @@ class Fleet:
             metrics=metrics,
             clock=clock,
         )
-        ttl_s = {name: ttl for name in catalog.ids() if (ttl := catalog.model(name).ttl_s) is not None}
+        self._ttl_s = {name: model.ttl_s for name, model in self._models.items() if model.ttl_s is not None}
         self._caretaker = Caretaker(
             self._runners,
-            ttl_s,
+            self._ttl_s,
             leasing=self.leases,
             wanted=self._wanted,
             unload=lambda name: self.begin_unload(name, mode="hold", cause=Cause.TTL),
             catch_up=self._catch_up,
             clock=clock,
+        )
+        self.refits: Final = Refits(
+            self._models,
+            self._runners,
+            self._ttl_s,
+            gates=self.gates,
+            desk=self.jobs,
+            make=self._new_runner,
+            recipe=self._recipe,
+            load=lambda name: self.request_load(name, Cause.RELOAD),
+            unload=self.begin_unload,
+            metrics=metrics,
+        )
+
+    def _new_runner(self, name: str, model: Model) -> ModelRunner:
+        return ModelRunner(
+            self._recipe(name, model), metrics=self._metrics, clock=self._clock, observer=self._told
+        )
+
+    def _recipe(self, name: str, model: Model) -> Recipe:
+        keeps_slots = model.slot_cache and model.path is not None
+        return Recipe(
+            name,
+            model,
+            self._engine,
+            self._resolver,
+            self._verify,
+            runs=self._runs,
+            room=self._room,
+            slots=SlotCache(self._state, name, recipe_of(model, self._engine)) if keeps_slots else None,
+            host=self._hosting.keeper(model),
         )
 
     # -- the life of the fleet --------------------------------------------------------------------------
@@ -170,6 +208,7 @@ class Fleet:
             if model.preload and self.gates.gate(name).open:
                 self.request_load(name, Cause.OPERATOR)
         self._caretaker.start()
+        self._hosting.start()
 
     async def _take_stock(self) -> None:
         """Bring what earlier proxies recorded in line with what runs; leaves strangers alone."""
@@ -197,6 +236,8 @@ class Fleet:
         """
         self._stopping = True
         await self._caretaker.stop()
+        await self._hosting.stop()
+        await self.refits.close()
         grace_s = max(0.0, deadline_s - STOP_MARGIN_S)
         await asyncio.gather(
             *(
@@ -376,6 +417,10 @@ class Fleet:
         """Return all models in configuration order."""
         return tuple(runner.status() for runner in self._runners.values())
 
+    def host(self, model: str) -> HostStatus | None:
+        """Return the host a model runs on, None for one without."""
+        return self._hosting.status(self._catalog.model(model))
+
     def log_tail(self, model: str, lines: int = 100) -> list[str]:
         """Return the last lines of the engine's output, of the present or the last process."""
         return self._runner(model).log_tail(lines)
@@ -397,6 +442,10 @@ class Fleet:
         return self.begin_unload(
             model, mode="hold", cause=Cause.EVICT, reason="another model needs its memory"
         )
+
+    def _retire(self, model: str) -> Job:
+        reason = "its host has been idle and goes to sleep"
+        return self.begin_unload(model, mode="hold", cause=Cause.TTL, reason=reason)
 
     def _wanted(self, model: str) -> bool:
         live = self._requests.live(model)

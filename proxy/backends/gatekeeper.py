@@ -32,8 +32,8 @@ class Gatekeeper:
         metrics: Metrics,
         tell: Listener,
     ) -> None:
-        self._gates = dict.fromkeys(models, OPEN)
-        self._draining: dict[str, list[Gate]] = {name: [] for name in models}
+        self._gates: dict[str, Gate] = {}
+        self._draining: dict[str, list[Gate]] = {}
         self._state = state
         self._requests = requests
         self._apply_to_life = apply
@@ -42,7 +42,17 @@ class Gatekeeper:
         self._saving = asyncio.Lock()
         self._savers: set[asyncio.Task[str]] = set()
         for name in models:
-            metrics.gate_blocked.labels(name).set(0)
+            self.add(name)
+
+    def add(self, model: str) -> None:
+        """Take in a model, with an open gate."""
+        self._gates[model], self._draining[model] = OPEN, []
+        self._metrics.gate_blocked.labels(model).set(0)
+
+    def forget(self, model: str) -> None:
+        """Let go of a model that is no more."""
+        self._gates.pop(model, None)
+        self._draining.pop(model, None)
 
     def restore(self) -> None:
         """Apply the gates that an earlier proxy left; a model that is no more is forgotten."""

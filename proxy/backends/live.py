@@ -16,7 +16,7 @@ from proxy.backends.watchdog import Rules
 from proxy.clock import Clock
 from proxy.errors import ProxyError
 from proxy.metrics import Metrics
-from proxy.types import BackendKey, Snapshot
+from proxy.types import BackendKey, EngineInfo, Snapshot
 
 LET_GO_S: Final = 0.3
 """How long requests of a stopped backend have to write their error event before sockets are cut."""
@@ -44,7 +44,7 @@ class Live:
         self._on_snapshot = on_snapshot
         client = running.client
         self.sentinel: Final = Sentinel(
-            key, running.process, _rules(recipe), metrics=metrics, clock=clock, lost=lost
+            key, running.process, _rules(recipe, running.info), metrics=metrics, clock=clock, lost=lost
         )
         self.mirror: Final = Mirror(
             key,
@@ -104,7 +104,7 @@ async def end(recipe: Recipe, running: Running, grace_s: float) -> StopReport | 
     return report
 
 
-def _rules(recipe: Recipe) -> Rules | None:
+def _rules(recipe: Recipe, info: EngineInfo) -> Rules | None:
     model = recipe.model
     if model.wedge_after_s is None:
         return None
@@ -113,4 +113,5 @@ def _rules(recipe: Recipe) -> Rules | None:
         probes.TIMEOUT_S,
         modelfile.size(model.path),
         batch_tokens(model, recipe.defaults),
+        info.admit_ms / 1000,
     )

@@ -5,10 +5,13 @@ after every resident and every load in progress; what is not known does not limi
 models go, the cheapest first, never a busy one, and none that has just been loaded (`min_residency_s`, or models
 would push each other out). After `swap_patience_s` it also drains busy ones. When nothing could be had by waiting,
 it is tried: the engine's own error is better than a wait for ever.
+
+What a load in progress has taken already is known for RAM only. Of GPU memory its whole reservation counts until it is
+done, beside what the measurement already misses; nobody is let go for what is only counted twice.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 
@@ -86,11 +89,13 @@ def plan(
     short = shortage(need, residents, loading, measured, rules.budgets)
     if not short:
         return Go()
+    words = ", ".join(f"{size} bytes of {pool.value}" for pool, size in short.items())
+    if set(short) == {Pool.VRAM} and _counted_twice(need, residents, loading, measured, rules.budgets):
+        return Wait(f"{words} too little are free until loads in progress are done")
     settled = [r for r in residents if r.resident_s >= rules.min_residency_s]
     idle = _cheapest(short, [r for r in settled if r.idle_s is not None])
     if idle:
         return Evict(idle)
-    words = ", ".join(f"{size} bytes of {pool.value}" for pool, size in short.items())
     if waited_s >= rules.swap_patience_s and (busy := _cheapest(short, settled)):
         return Evict(busy, busy=True)
     helpful = _cheapest(short, residents)
@@ -118,6 +123,36 @@ def shortage(
         if missing > 0:
             short[pool] = missing
     return short
+
+
+def concerned(
+    need: Sizes,
+    residents: Sequence[Resident],
+    loading: Sequence[Sizes],
+    budgets: Sizes,
+    near: Container[str],
+) -> list[Resident]:
+    """Return the residents with what of them counts for this load.
+
+    The budget for GPU memory is one for all. Where it is kept, and only the GPUs that the load would use are full,
+    models on other GPUs have nothing to give; `near` are those on the same ones.
+    """
+    if Pool.VRAM in shortage(need, residents, loading, {}, budgets):
+        return list(residents)
+    return [
+        r
+        if r.model in near
+        else replace(r, need={pool: size for pool, size in r.need.items() if pool is not Pool.VRAM})
+        for r in residents
+    ]
+
+
+def _counted_twice(
+    need: Sizes, residents: Sequence[Resident], loading: Sequence[Sizes], measured: Sizes, budgets: Sizes
+) -> bool:
+    """Whether it would fit if loads in progress had all their GPU memory already."""
+    within_budget = not shortage(need, residents, loading, {}, budgets)
+    return bool(loading) and within_budget and not shortage(need, residents, (), measured, {})
 
 
 def _cheapest(short: Sizes, candidates: Sequence[Resident]) -> tuple[str, ...]:

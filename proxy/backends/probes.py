@@ -65,6 +65,7 @@ def parse_props(data: Mapping[str, Any]) -> EngineInfo:
     if isinstance(phase, dict) and phase.get("policy") in {p.value for p in PhasePolicy}:
         policy = PhasePolicy(phase["policy"])
     series = build.get("series", "") if isinstance(build, dict) else ""
+    admit_ms = phase.get("admit_ms") if isinstance(phase, dict) else None
     return EngineInfo(
         slots=max(1, total or 0),
         context_tokens=context or 0,
@@ -73,6 +74,7 @@ def parse_props(data: Mapping[str, Any]) -> EngineInfo:
         series=str(series),
         model_path=str(data.get("model_path", "")),
         modalities={str(k): bool(v) for k, v in modalities.items()} if isinstance(modalities, dict) else None,
+        admit_ms=admit_ms if isinstance(admit_ms, int) and admit_ms > 0 else 0,
     )
 
 

@@ -1,14 +1,16 @@
 """Makes room for loads: measures memory, remembers what models took, and asks for unloads as the plan says.
 
-RAM is measured and budgeted; of GPU memory only what models declare (`vram_bytes`) against the configured budget
-(`memory.vram_bytes`) is known. A model that declares nothing is taken at its files' size at first, then at the
-most that this model with these arguments was ever seen to hold; one that is offloaded to a GPU (`-ngl`) needs no RAM
-for its weights as far as is known beforehand.
+RAM and the memory of NVIDIA GPUs are measured and budgeted; other GPUs' is only what models declare (`vram_bytes`)
+against the configured budget (`memory.vram_bytes`). A model that declares nothing is taken at its files' size at first,
+then at the most that this model with these arguments was ever seen to hold; one that is offloaded to a GPU (`-ngl`)
+needs no RAM for its weights as far as is known beforehand, and GPU memory where that is measured: what was free less
+after its last load.
 """
 
 import asyncio
 import contextlib
 import itertools
+import os
 from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -17,8 +19,9 @@ import psutil
 
 from proxy import logs
 from proxy.backends import modelfile
+from proxy.backends.gpu import Device, Gpus, visible
 from proxy.backends.jobs import Job
-from proxy.backends.memory import Evict, Go, Pool, Resident, Rules, Sizes, Wait, plan
+from proxy.backends.memory import Evict, Go, Pool, Resident, Rules, Sizes, Wait, concerned, plan
 from proxy.clock import Clock
 from proxy.settings import Engine, Memory, Model
 from proxy.state import StateDir
@@ -26,6 +29,7 @@ from proxy.types import ModelState
 
 FILE: Final = "memory.json"
 LOOK_S: Final = 0.25
+GPU_CHOICE: Final = "CUDA_VISIBLE_DEVICES"
 _GPU_FLAGS: Final = ("-ngl", "--gpu-layers", "--n-gpu-layers")
 _log = logs.get("backends")
 
@@ -52,6 +56,7 @@ class Room:
         wanted: Callable[[str], bool],
         evict: Callable[[str], Job],
         finished: Callable[[str], bool],
+        gpus: Gpus | None = None,
     ) -> None:
         """`evict(model)` begins an unload that lets running requests finish; `finished` tells whether that job has ended."""
         ram = settings.ram_bytes or psutil.virtual_memory().total
@@ -64,6 +69,8 @@ class Room:
         self._wanted = wanted
         self._evict = evict
         self._finished = finished
+        self._gpus = gpus or Gpus()
+        self._loads = 0
         self._tenants: Mapping[str, Tenant] = {}
         self._peaks: dict[str, int] = {}
         self._load_s: dict[str, float] = {}
@@ -83,21 +90,35 @@ class Room:
         evicting: list[str] = []
         try:
             while True:
-                if self._may_go(model, place, began, evicting, told):
+                devices = await self._devices(model)
+                if self._may_go(model, place, began, evicting, told, devices):
                     break
                 await asyncio.sleep(LOOK_S)
             self._loading[model] = self.need(model)
         finally:
             self._queue.remove(place)
-        loads = self._clock()
+        self._loads += 1
+        loads, number, alone = self._clock(), self._loads, len(self._loading) == 1
         try:
             yield
             self._load_s[model] = self._clock() - loads
+            if alone and number == self._loads:
+                self._learn_vram(model, devices, await self._devices(model))
         finally:
             self._loading.pop(model, None)
 
+    async def _devices(self, model: str) -> tuple[Device, ...]:
+        """Return all GPUs as they are now, none where that makes no difference to the model."""
+        return await self._gpus.devices() if self.need(model).get(Pool.VRAM) else ()
+
     def _may_go(
-        self, model: str, place: object, began: float, evicting: list[str], told: Callable[[str], None]
+        self,
+        model: str,
+        place: object,
+        began: float,
+        evicting: list[str],
+        told: Callable[[str], None],
+        devices: tuple[Device, ...],
     ) -> bool:
         if self._queue[0] is not place:
             told("waits for another load to find room")
@@ -105,11 +126,14 @@ class Room:
         evicting[:] = [job for job in evicting if not self._finished(job)]
         if evicting:
             return False
-        need = self.need(model)
-        waited_s = self._clock() - began
-        result = plan(
-            need, self._residents(), self._still_coming(), measured(), rules=self._rules, waited_s=waited_s
-        )
+        need, coming, residents = self.need(model), self._still_coming(), self._residents()
+        free, waited_s = measured(), self._clock() - began
+        mine = self._chosen(model, devices)
+        if mine:
+            free = {**free, Pool.VRAM: sum(device.free_bytes for device in mine)}
+            near = {r.model for r in residents if _overlap(mine, self._chosen(r.model, devices))}
+            residents = concerned(need, residents, coming, self._rules.budgets, near)
+        result = plan(need, residents, coming, free, rules=self._rules, waited_s=waited_s)
         match result:
             case Go(blind):
                 if blind:
@@ -136,7 +160,29 @@ class Room:
             if auto is None and not self._offloaded(settings):
                 auto = modelfile.size(settings.path)
             found[Pool.RAM] = auto or 0
+        if self._guesses_vram(settings):
+            learnt = self._peaks.get(f"{self._peak_key(model)}|vram")
+            found[Pool.VRAM] = learnt or modelfile.size(settings.path)
         return found
+
+    def _guesses_vram(self, model: Model) -> bool:
+        """Whether a model takes GPU memory that can be measured, and does not say how much."""
+        undeclared = model.vram_bytes is None and model.path is not None
+        return undeclared and self._gpus.present and self._offloaded(model)
+
+    def _learn_vram(self, model: str, before: tuple[Device, ...], after: tuple[Device, ...]) -> None:
+        """Note what a model that was the only one to load has taken."""
+        if not before or not after or not self._guesses_vram(self._models[model]):
+            return
+        were, are = self._chosen(model, before), self._chosen(model, after)
+        taken = sum(one.free_bytes for one in were) - sum(one.free_bytes for one in are)
+        if taken > 0:
+            self._peaks[f"{self._peak_key(model)}|vram"] = taken
+
+    def _chosen(self, model: str, devices: tuple[Device, ...]) -> tuple[Device, ...]:
+        """Return the GPUs that the model's process may use."""
+        env = {**os.environ, **self._defaults.env, **self._models[model].env}
+        return visible(devices, env.get(GPU_CHOICE))
 
     def learn(self, model: str, pid: int | None) -> None:
         """Note what a ready process holds at most, and keep that for the next load."""
@@ -188,6 +234,10 @@ class Room:
 def measured() -> Sizes:
     """Return the free memory of this machine, by pool."""
     return {Pool.RAM: psutil.virtual_memory().available}
+
+
+def _overlap(one: tuple[Device, ...], other: tuple[Device, ...]) -> bool:
+    return not {device.index for device in one}.isdisjoint(device.index for device in other)
 
 
 def _declared(model: Model) -> dict[Pool, int | None]:

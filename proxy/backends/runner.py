@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import Awaitable, Coroutine
+from dataclasses import replace
 from typing import Any, Final, TypeVar, assert_never
 
 from proxy import logs
@@ -50,6 +51,7 @@ from proxy.metrics import Metrics
 from proxy.types import AdminState, BackendKey, Cause, EngineInfo, ModelState, Snapshot
 from proxy.upstream import Upstream
 
+_WAITS: Final = (Stage.WAKING, Stage.MEMORY)
 _log = logs.get("backends")
 _T = TypeVar("_T")
 
@@ -59,9 +61,7 @@ class ModelRunner:
 
     def __init__(self, recipe: Recipe, *, metrics: Metrics, clock: Clock, observer: FleetObserver) -> None:
         self.name: Final = recipe.name
-        self.kind: Final = Kind.REMOTE if recipe.model.url is not None else Kind.PROCESS
         self._recipe = recipe
-        self._model = recipe.model
         self._metrics = metrics
         for failures in (
             *(metrics.crashes, metrics.wedges, metrics.restarts, metrics.identity_mismatch),
@@ -88,8 +88,16 @@ class ModelRunner:
         self._failure: ProxyError | None = None
         self._farewell: ProxyError | None = None
         self._left: RunRecord | None = None
-        restart = recipe.model.restart
-        self._backoff = Backoff(restart.first_s, restart.max_s, restart.stable_s)
+
+    @property
+    def kind(self) -> Kind:
+        """How its backend comes to be."""
+        return Kind.REMOTE if self._recipe.model.url is not None else Kind.PROCESS
+
+    @property
+    def _backoff(self) -> Backoff:
+        restart = self._recipe.model.restart
+        return Backoff(restart.first_s, restart.max_s, restart.stable_s)
 
     # -- asked from outside -----------------------------------------------------------------------------
 
@@ -134,7 +142,13 @@ class ModelRunner:
         live, cache = self._live, self._recipe.slots
         if live is None or cache is None or self.key != live.key or self.exchanges:
             return 0
-        return await cache.save(live.running.client, live.running.info)
+        with live.sentinel.excused():
+            return await cache.save(live.running.client, live.running.info)
+
+    def refit(self, recipe: Recipe) -> None:
+        """Take another configuration, for starts from now on; who follows the log goes on following it."""
+        self._recipe = replace(recipe, feed=self._recipe.feed)
+        self._grace_s = recipe.model.stop.grace_s
 
     def set_admin(self, admin: AdminState, reason: str) -> None:
         """Change the administrative axis."""
@@ -248,7 +262,7 @@ class ModelRunner:
             generation=self._life.generation,
             since=self._since,
             stage=progress.stage if progress else None,
-            waits_for=progress.waits_for if progress and progress.stage is Stage.MEMORY else "",
+            waits_for=progress.waits_for if progress and progress.stage in _WAITS else "",
             pid=process.pid if process and process.code is None else None,
             port=running.port if running else progress.port if progress else None,
             info=running.info if running else None,
@@ -294,7 +308,10 @@ class ModelRunner:
             case StartEngine():
                 if effect.cause in (Cause.CRASH, Cause.WEDGE):
                     self._metrics.restarts.labels(self.name).inc()
-                self._progress = Progress(on_started=lambda: self._post(Started(effect.generation)))
+                self._progress = Progress(
+                    on_started=lambda: self._post(Started(effect.generation)),
+                    asked=effect.cause not in (Cause.CRASH, Cause.WEDGE),
+                )
                 self._attempt = self._task(self._load(effect.generation, self._progress), "load")
             case StopEngine():
                 error = self._farewell or words.gone(self.name, effect.cause)

@@ -3,7 +3,8 @@
 A remote engine is lost when it does not answer; it is not ours to judge further.
 """
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Final
 
 from proxy import logs
@@ -43,10 +44,25 @@ class Sentinel:
         self._clock = clock
         self._lost: Lost | None = lost
         self._dog = Watchdog(rules, clock()) if rules is not None and process is not None else None
+        self._excused = 0
 
     def dismiss(self) -> None:
         """Say nothing any more: the backend is being stopped on purpose."""
         self._lost = None
+
+    @contextlib.contextmanager
+    def excused(self) -> Iterator[None]:
+        """Take no silence amiss meanwhile: an engine that writes a slot to disk answers nothing until it is written.
+
+        What is done inside has a deadline of its own.
+        """
+        self._excused += 1
+        try:
+            yield
+        finally:
+            self._excused -= 1
+            if self._dog is not None:
+                self._dog.refused()
 
     async def watch_exit(self) -> None:
         """Wait for the end of the process; an expected one is the stop's business."""
@@ -77,7 +93,7 @@ class Sentinel:
             return
         if self._dog is None:
             return
-        if not error.timed_out:
+        if self._excused or not error.timed_out:
             self._dog.refused()
         elif self._process.code is None and (found := self._dog.silent(asked_at, self._clock())) is not None:
             self._wedged(found)

@@ -29,6 +29,7 @@ class Kind(StrEnum):
 class Stage(StrEnum):
     """How far a load has come."""
 
+    WAKING = "waking"
     MEMORY = "memory"
     ENGINE = "engine"
     STARTING = "starting"
@@ -56,7 +57,7 @@ class FleetObserver(Protocol):
 class ModelStatus:
     """One model at this instant. `since` is the (monotonic) time of the last state change.
 
-    While loading: its `stage`, and what a load in stage `memory` waits for.
+    While loading: its `stage`, and what a load in stage `waking` or `memory` waits for.
 
     While `failed`: `strikes` failures in a row, `retry_at` the (monotonic) time before which requests start nothing,
     `restart` whether it is tried then by itself.

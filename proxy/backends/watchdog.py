@@ -7,8 +7,11 @@ a. `/slots` was silent for `SILENT_POLLS` whole probe timeouts in a row. An engi
    its timeout says that *we* were held up, and does not count.
 b. one decode call runs for longer than `wedge_after_s` and than 10 times the longest call of this generation,
    scaled by the tokens at stake. Before the first call has ended, its length is guessed from the model's size.
+   A call is seen at polls only, so its length is taken at the most it can have been.
 c. slots are busy, no decode call runs, and for `wedge_after_s` none was seen to have run: no slot's counts moved
-   and no phase event came.
+   and no phase event came. An idle engine may wait for companions of what is queued, by its admit window or as
+   a request's `x-phase-gather-ms` says: that wait comes on top. All other waiting (at the barrier, paused, queued
+   behind a cohort) is for members that decode.
 
 (b) and (c) need an engine that says `decode_running_ms`; a stock one is only watched for silence.
 """
@@ -16,12 +19,16 @@ c. slots are busy, no decode call runs, and for `wedge_after_s` none was seen to
 from dataclasses import dataclass
 from typing import Final
 
-from proxy.types import MemberState, Snapshot
+from proxy.types import EnginePhase, MemberState, Snapshot
 
 SILENT_POLLS: Final = 3
 HELD_UP_S: Final = 1.0
 """A timeout that fired this much late was our own stall, not the engine's silence."""
 TIMES_LONGEST: Final = 10.0
+UNSEEN_S: Final = 0.25
+"""What a call can have gone on after it was last seen; busy engines are looked at every 50 ms."""
+GATHER_S: Final = 1.0
+"""The longest wait for companions that a request can ask an engine for (`x-phase-gather-ms`)."""
 UNKNOWN_FIRST_S: Final = 60.0
 """Guess for the first decode call of a model of unknown size."""
 GUESS_FLOP_PER_S: Final = 100e9
@@ -32,12 +39,16 @@ LONGEST_GUESS_S: Final = 180.0
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What a watchdog goes by. Sizes of 0 are unknown; `batch_tokens` is the most one decode call takes."""
+    """What a watchdog goes by. Sizes of 0 are unknown; `batch_tokens` is the most one decode call takes.
+
+    `admit_s` is the engine's own window for companions (`--phase-admit-ms`).
+    """
 
     wedge_after_s: float
     probe_timeout_s: float
     model_bytes: int = 0
     batch_tokens: int = 2048
+    admit_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +92,8 @@ class Watchdog:
         self._answered_at = now
         self._signature: tuple[object, ...] = ()
         self._moved_at = now
-        self._running_ms = 0.0
+        self._running_s = 0.0
+        self._running_at = now
         self._running_tokens = 1
         self.longest_s = 0.0
         self.longest_tokens = 1
@@ -116,15 +128,23 @@ class Watchdog:
             return None
         running_s = snapshot.decode_running_ms / 1000
         if running_s > self._limit_s(snapshot):
-            longest = f"the longest before took {self.longest_s:.1f} s" if self.longest_s else "its first"
+            longest = (
+                f"the longest before took at most {self.longest_s:.2f} s"
+                if self.longest_s
+                else "no other was seen"
+            )
             return Wedged("decode", f"one decode call runs for {running_s:.1f} s ({longest})")
         still_s = now - self._moved_at
-        if still_s > self._rules.wedge_after_s:
+        if still_s > self._rules.wedge_after_s + self._window_s(snapshot):
             return Wedged(
                 "stuck",
                 f"{snapshot.busy} of its slots are busy and it decoded nothing for {still_s:.1f} s",
             )
         return None
+
+    def _window_s(self, snapshot: Snapshot) -> float:
+        """Return for how long an engine that could begin may wait for companions: only an idle one does."""
+        return max(self._rules.admit_s, GATHER_S) if snapshot.phase is EnginePhase.IDLE else 0.0
 
     def _limit_s(self, snapshot: Snapshot) -> float:
         tokens = tokens_at_stake(snapshot, self._rules.batch_tokens)
@@ -136,16 +156,22 @@ class Watchdog:
         return max(self._rules.wedge_after_s, TIMES_LONGEST * longest_s)
 
     def _learn(self, snapshot: Snapshot) -> None:
-        """Note the length of a call once a later answer shows that it is over."""
-        running = snapshot.decode_running_ms
-        if running < self._running_ms:
-            if self._running_ms / 1000 > self.longest_s:
-                self.longest_s, self.longest_tokens = self._running_ms / 1000, self._running_tokens
-            self._running_ms = 0.0
-        if running > 0:
-            if self._running_ms == 0:
+        """Note the length of a call once a later answer shows that it is over.
+
+        It ended somewhere between the answers, at the latest when the call that runs now began. A gap much longer
+        than that between polls says that we were held up, and nothing of the call.
+        """
+        now, running_s = snapshot.taken_at, snapshot.decode_running_ms / 1000
+        if self._running_s > 0 and running_s < self._running_s:
+            unseen_s = now - running_s - self._running_at
+            length_s = self._running_s + min(UNSEEN_S, max(0.0, unseen_s))
+            if length_s > self.longest_s:
+                self.longest_s, self.longest_tokens = length_s, self._running_tokens
+            self._running_s = 0.0
+        if running_s > 0:
+            if self._running_s == 0:
                 self._running_tokens = tokens_at_stake(snapshot, self._rules.batch_tokens)
-            self._running_ms = running
+            self._running_s, self._running_at = running_s, now
 
     def _moved(self, snapshot: Snapshot) -> bool:
         signature = (

@@ -126,6 +126,12 @@ def _looked_over(body: dict[str, Any]) -> Iterator[Finding]:
             reason = f": {model['gate']['reason']}" if model["gate"]["reason"] else ""
             words = f"its gate is blocked{reason}, {admission['queued']} wait"
             yield Finding(name, words, f"llama-proxy gate open {name}")
+        if (host := model.get("host")) and host["last_error"]:
+            yield Finding(
+                f"host {host['name']}",
+                f"a hook failed: {host['last_error']}",
+                "correct hosts in the configuration",
+            )
         if any(one["mirror"] == "stale" for one in admission["backends"]):
             yield Finding(
                 name, "its slots cannot be seen", f"llama-proxy logs {name}; unload --force if it hangs"

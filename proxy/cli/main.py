@@ -9,6 +9,7 @@ from proxy.cli.doctor import doctor
 from proxy.cli.engine import engine
 from proxy.cli.jobs import engine_logs, jobs, leases
 from proxy.cli.operate import gate, load, models, unload
+from proxy.cli.reload import reload
 from proxy.cli.requests import cancel, requests
 from proxy.cli.serve import serve
 from proxy.cli.watch import watch
@@ -28,5 +29,5 @@ cli.add_command(watch)
 cli.add_command(bench)
 cli.add_command(requests)
 cli.add_command(cancel)
-for command in (models, load, unload, gate, jobs, leases, engine_logs, doctor):
+for command in (models, load, unload, gate, jobs, leases, engine_logs, doctor, reload):
     cli.add_command(command)

@@ -295,6 +295,8 @@ def _model_row(model: dict[str, Any]) -> tuple[str, ...]:
         notes.append(backend["last_error"].splitlines()[0])
     if backend["retry_in_s"]:
         notes.append(f"again in {seconds(backend['retry_in_s'])}")
+    if (why := model.get("why")) and gate_["state"] == "open" and model["state"] != "failed":
+        notes.append(f"{why['head']['id']} waits: {why['words']}")
     slots = admission["slots"]
     return (
         model["id"],

@@ -16,6 +16,7 @@ from proxy.app import serve as serve_app
 from proxy.backends import check_models
 from proxy.cli.config import config_path, load_or_exit
 from proxy.cli.progress import ConsoleProgress
+from proxy.config import load
 from proxy.engine import (
     BuildOptions,
     EngineToolError,
@@ -62,8 +63,17 @@ def serve(
         raise click.UsageError("--alias needs --model")
     settings = load_or_exit(None if model_file is not None else config_path(config_file))
     logs.configure(settings.server.log_level, settings.server.log_format)
+    file = None if model_file is not None else config_path(config_file)
+    engine_path = _engine_path(engine)
+
+    def reread() -> Settings:
+        again = with_overrides(load(file), host=host, port=port, engine=engine_path)
+        if not again.models:
+            raise ConfigError(f"{file}: models: there is none any more; name at least one")
+        return again
+
     try:
-        settings = check_bind(with_overrides(settings, host=host, port=port, engine=_engine_path(engine)))
+        settings = check_bind(with_overrides(settings, host=host, port=port, engine=engine_path))
         settings, default = _prepared(settings, model_file, alias, cuda=cuda)
     except EngineToolError as error:
         click.secho(error.message, fg="red", err=True)
@@ -75,7 +85,7 @@ def serve(
         click.echo("\ninterrupted; what is done is kept, the next run goes on from there", err=True)
         sys.exit(int(ExitCode.INTERRUPTED))
     try:
-        _run(settings, Engines(settings, default))
+        _run(settings, Engines(settings, default), reread if file is not None else None)
     except ConfigError as error:
         click.secho(str(error), fg="red", err=True)
         sys.exit(2)
@@ -161,7 +171,7 @@ def _needs_engine(settings: Settings, model_file: Path | None) -> bool:
     return model_file is not None or not settings.models or ours
 
 
-def _run(settings: Settings, engines: Engines) -> None:
+def _run(settings: Settings, engines: Engines, reread: Callable[[], Settings] | None) -> None:
     def told(where: Listening) -> None:
         if sys.stderr.isatty():
             names = ", ".join(f"{n} (demo model)" if n == DEMO_NAME else n for n in settings.models)
@@ -169,7 +179,7 @@ def _run(settings: Settings, engines: Engines) -> None:
             click.secho(text, fg="green", err=True)
 
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        runner.run(serve_app(settings, engines, told))
+        runner.run(serve_app(settings, engines, told, reread))
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

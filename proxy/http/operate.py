@@ -8,7 +8,16 @@ from aiohttp import web
 from proxy.admission import outcome_of
 from proxy.errors import ErrorCode, ProxyError, error_body
 from proxy.http.call import CALL
-from proxy.http.orders import GateOrder, LoadOrder, UnloadOrder, audit_of, model_of, read, seconds_of
+from proxy.http.orders import (
+    GateOrder,
+    LoadOrder,
+    ReloadOrder,
+    UnloadOrder,
+    audit_of,
+    model_of,
+    read,
+    seconds_of,
+)
 from proxy.http.ports import Control, HttpContext
 from proxy.http.render import json_response
 from proxy.types import ModelState
@@ -18,7 +27,7 @@ SHORT_S: Final = 2.0
 
 
 class Operate:
-    """Handlers below `/api/models/{id}`, and `/api/gate`. Bound to one application's context."""
+    """Handlers below `/api/models/{id}`, and `/api/gate` and `/api/reload`. Bound to one application's context."""
 
     def __init__(self, ctx: HttpContext, control: Control) -> None:
         self._ctx, self._control = ctx, control
@@ -106,6 +115,13 @@ class Operate:
         ]
         return json_response(
             {"ok": True, "dry_run": order.dry_run, "models": shown, "warning": warning or None}
+        )
+
+    async def reload(self, request: web.Request) -> web.Response:
+        """Serve `POST /api/reload`."""
+        order = await read(request, ReloadOrder, self._server)
+        return json_response(
+            await self._control.reload(audit_of(request, self._server), dry_run=order.dry_run)
         )
 
     def _model(self, request: web.Request) -> str:

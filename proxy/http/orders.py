@@ -58,6 +58,12 @@ class LeaseOrder(Order):
     reason: Reason = ""
 
 
+class ReloadOrder(Order):
+    """`POST /api/reload`."""
+
+    dry_run: bool = False
+
+
 class RouterOrder(BaseModel):
     """`POST /models/load` and `/models/unload`, as llama.cpp's router takes them: more fields do no harm."""
 

@@ -104,6 +104,9 @@ class Control(Protocol):
     async def release(self, lease_id: str) -> Mapping[str, Any] | None:
         """End a lease; None when there is none."""
 
+    async def reload(self, audit: Audit, *, dry_run: bool) -> Mapping[str, Any]:
+        """Read the configuration again; return what changed, or would."""
+
     def log_tail(self, model: str, lines: int) -> Sequence[str]:
         """Return the last lines of an engine's output."""
 

@@ -91,6 +91,7 @@ def _operate(app: web.Application, ctx: HttpContext, control: Control) -> None:
     post("/api/models/{id}/reconcile", operate.reconcile)
     post("/api/models/{id}/gate", operate.gate)
     post("/api/gate", operate.gate)
+    post("/api/reload", operate.reload)
     get("/api/models/{id}/logs", EngineLog(ctx, control).log, allow_head=False)
     get("/api/jobs", desk.jobs)
     get("/api/jobs/{id}", desk.job)

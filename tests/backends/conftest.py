@@ -96,12 +96,13 @@ def make_fleet(
     patched: bool = False,
     metrics: Metrics | None = None,
     memory: dict[str, Any] | None = None,
+    hosts: dict[str, Any] | None = None,
     **more: Any,
 ) -> tuple[Fleet, Recorder]:
     """Build a fleet of these models; each has a `stop.grace_s` of 3 unless it says otherwise."""
     configured = {name: {"stop": {"grace_s": 3}} | model for name, model in models.items()}
     settings = Settings.model_validate(
-        {"models": configured, "engine": {"args": engine_args}, "memory": memory or {}}
+        {"models": configured, "engine": {"args": engine_args}, "memory": memory or {}, "hosts": hosts or {}}
     )
     recorder = Recorder()
 

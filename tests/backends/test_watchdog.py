@@ -1,10 +1,13 @@
 """The wedge watchdog alone: scenarios of polls, each with the verdict it must and must not bring."""
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy.backends.backoff import Backoff
+from proxy.backends.slots import parse
 from proxy.backends.watchdog import (
     LONGEST_GUESS_S,
     Rules,
@@ -12,7 +15,7 @@ from proxy.backends.watchdog import (
     first_decode_s,
     tokens_at_stake,
 )
-from proxy.types import BackendKey, MemberState, SlotView, Snapshot
+from proxy.types import BackendKey, EnginePhase, MemberState, SlotView, Snapshot
 
 KEY = BackendKey("m", "process", 1)
 RULES = Rules(wedge_after_s=3.0, probe_timeout_s=2.0, model_bytes=90_000_000, batch_tokens=512)
@@ -87,7 +90,7 @@ def test_a_first_batch_far_beyond_the_guess_is_one():
 
 def test_later_calls_are_held_against_the_longest():
     """A longest call of 0.5 s over 500 tokens: 10 times that is the limit, and for few tokens it is the same."""
-    learnt = [snap(0.5, prefill(500), running_ms=500), snap(0.6, generate(1), running_ms=0)]
+    learnt = [snap(0.5, prefill(500), running_ms=500), snap(0.51, generate(1), running_ms=10)]
     for slot in (prefill(500), generate(2)):
         calls = [snap(1 + t, slot, running_ms=t * 1000) for t in range(1, 8)]
         assert verdicts(RULES, *learnt, *calls)[2:] == [None] * 5 + ["decode"] * 2
@@ -105,6 +108,28 @@ def test_wedge_after_is_the_least():
     learnt = [snap(0.05, generate(1), running_ms=5), snap(0.1, generate(2), running_ms=1)]
     calls = [snap(1 + t, generate(3), running_ms=t * 1000) for t in range(1, 63)]
     assert verdicts(rules, *learnt, *calls)[-3:] == [None, "decode", "decode"]
+
+
+def test_a_call_may_have_been_longer_than_it_was_seen():
+    """Five tokens were seen to run for 1 ms and were over 99 ms later: a full batch may take 10 times 100 times that."""
+    learnt = [snap(0.001, prefill(5, 5), running_ms=1), snap(0.1, generate(1), running_ms=0)]
+    long = [snap(1 + t, prefill(500), running_ms=t * 1000) for t in range(1, 99)]
+    assert set(verdicts(RULES, *learnt, *long)) == {None}
+    # the next call was already running: the one before cannot have lasted until this answer
+    learnt = [snap(0.001, prefill(5, 5), running_ms=1), snap(0.1, generate(1), running_ms=98)]
+    dog = Watchdog(RULES, 0.0)
+    for one in learnt:
+        dog.seen(one)
+    assert dog.longest_s == 0.0, "98 ms may be the same call"
+    dog.seen(snap(0.101, generate(2), running_ms=0.5))
+    assert 0.098 <= dog.longest_s < 0.099
+
+
+def test_our_own_stall_makes_no_call_longer():
+    dog = Watchdog(RULES, 0.0)
+    dog.seen(snap(0.1, prefill(500), running_ms=100))
+    dog.seen(snap(60.0, generate(1), running_ms=0))
+    assert 0.1 < dog.longest_s <= 0.36
 
 
 # -- (c) nothing runs ------------------------------------------------------------------------------------------
@@ -128,6 +153,69 @@ def test_busy_slots_and_no_decode_are_stuck():
 )
 def test_any_sign_of_work_is_enough(step):
     assert set(verdicts(RULES, *(step(float(t)) for t in range(1, 60)))) == {None}
+
+
+def queued(slot=0):
+    return SlotView(slot, True, 1, tag="r.1", member=MemberState.QUEUED, prompt_tokens=5)
+
+
+def held(at, *slots):
+    """The engine could begin and waits for companions."""
+    return Snapshot(KEY, at, at, slots, native=True, phase=EnginePhase.IDLE, seq=1)
+
+
+def test_an_admit_window_is_no_wedge_however_long():
+    """wedge_after_s 3 and a window of a minute: nothing decodes for 60 s, and only 3 s more are too many."""
+    rules = Rules(wedge_after_s=3, probe_timeout_s=2, admit_s=60)
+    found = verdicts(rules, *(held(t / 2, queued(), IDLE) for t in range(1, 140)))
+    assert found.index("stuck") == 127, "the first answer later than 63 s after the first"
+
+
+def test_a_request_may_ask_for_companions_for_a_second():
+    rules = Rules(wedge_after_s=0.2, probe_timeout_s=2)
+    found = verdicts(rules, *(held(1 + t / 10, queued(), IDLE) for t in range(20)))
+    assert set(found[:12]) == {None} and found[14] == "stuck"
+
+
+def test_the_window_is_no_excuse_once_a_phase_runs():
+    rules = Rules(wedge_after_s=3, probe_timeout_s=2, admit_s=60)
+    assert verdicts(rules, *(snap(t / 2, prefill(3), seq=9) for t in range(1, 9)))[-1] == "stuck"
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        (queued(1), queued(2)),
+        (SlotView(1, True, 2, member=MemberState.READY, prompt_tokens=5, decoded_tokens=0),),
+        (SlotView(1, True, 2, member=MemberState.PAUSED, prompt_tokens=5, decoded_tokens=9),),
+    ],
+    ids=["queued behind a cohort", "ready at the barrier", "paused by a yield"],
+)
+def test_who_waits_for_members_that_decode_is_not_stuck(others):
+    """The others do not move for minutes; what they wait for runs in calls longer than wedge_after_s."""
+    polls, processed = [snap(0.5, prefill(0, 90_000), *others, running_ms=500)], 0
+    for n in range(1, 1200):
+        processed += 512 if n % 10 == 0 else 0
+        polls.append(snap(n / 2, prefill(processed, 90_000), *others, seq=4, running_ms=(n % 10) * 500))
+    assert set(verdicts(RULES, *polls)) == {None}
+
+
+def test_recorded_answers_of_an_engine_that_stopped_moving():
+    """The engine's own light view, again and again: a queued and a generating slot and no call; then one that runs on."""
+    body = (Path(__file__).parent / "data" / "slots-native-light.json").read_bytes()
+
+    def answer(at, running_ms=0.0):
+        report = parse(body)
+        return Snapshot(
+            KEY, at, at, report.slots, native=True, phase=report.phase, cohort=report.cohort,
+            decode_running_ms=running_ms, seq=report.seq or 0,
+        )  # fmt: skip
+
+    assert verdicts(RULES, *(answer(t / 2) for t in range(1, 9))) == [None] * 7 + ["stuck"]
+    # not yet: 500 tokens of the queued prompt count, so that the first call may take as long as a full batch
+    limit = 10 * first_decode_s(RULES.model_bytes, 513)
+    found = verdicts(RULES, *(answer(float(t), t * 1000) for t in range(1, int(limit) + 2)))
+    assert found[-1] == "decode" and set(found[:-1]) == {None}
 
 
 def test_work_after_a_long_idle_time_is_not_stuck_at_once():

@@ -26,13 +26,13 @@ CHAT = {"model": "demo", "messages": [{"role": "user", "content": "hi"}]}
 
 
 @asynccontextmanager
-async def proxy(state=None, *, server=None, **sections):
+async def proxy(state=None, *, server=None, reread=None, **sections):
     """The composition with its fleet; no llama-server exists, so every load fails with the reason."""
     sections.setdefault(
         "models", {"demo": {"path": "demo.gguf", "aliases": ["default"]}, "other": {"path": "o.gguf"}}
     )
     settings = Settings.model_validate({"server": KEYS if server is None else server, **sections})
-    made = Proxy(settings, Engines(settings, None), state=StateDir.open(state))
+    made = Proxy(settings, Engines(settings, None), state=StateDir.open(state), reread=reread)
     await made.fleet.start()
     runner = ProxyRunner(made.http(), settings)
     await runner.setup()
