@@ -23,6 +23,7 @@ from proxy import logs
 
 VERSION: Final = 1
 LOCK: Final = "lock"
+PROBE: Final = "probe.json"
 _MAX_NAME: Final = 120
 _log = logs.get("state")
 _T = TypeVar("_T")
@@ -45,13 +46,14 @@ def file_name(name: str) -> str:
 
 
 class StateDir:
-    """One folder. `problem` is empty while state is kept, else why it is not and what to do."""
+    """One folder."""
 
     def __init__(self, path: Path | None, lock: int | None, problem: str = "") -> None:
         self.path: Final = path
-        self.problem: Final = problem
+        self._problem = problem
         self._lock = lock
         self._troubled: set[str] = set()
+        self._unwritten: dict[str, str] = {}
         self._writing = threading.Lock()
 
     @classmethod
@@ -74,6 +76,9 @@ class StateDir:
         with suppress(OSError):
             os.truncate(lock, 0)
             os.write(lock, f"{os.getpid()}\n".encode())
+        # a lock may be left in a folder that is read-only by now, or on a disk that is full
+        if not state.write(PROBE, {}, durable=False):
+            state.remove(PROBE)
         return state
 
     @classmethod
@@ -84,6 +89,20 @@ class StateDir:
         )
         _log.warning("no state folder", path=str(path), problem=problem)
         return cls(None, None, problem)
+
+    @property
+    def problem(self) -> str:
+        """Why something will not survive this proxy, and what to do; empty while everything does."""
+        words = next(iter(self._unwritten.values()), "")
+        if self._problem or not words:
+            return self._problem
+        return (
+            f"{words}: what was changed since will not survive this proxy; make room or permit writing there"
+        )
+
+    def behind(self, name: str) -> bool:
+        """Whether a file does not say what it should, because the last write failed."""
+        return name in self._unwritten
 
     @property
     def kept(self) -> bool:
@@ -134,21 +153,25 @@ class StateDir:
         `durable` also waits until the disk has it, for what must survive a power cut.
         """
         if self.path is None:
-            return self.problem
+            return self._problem
         path = self.path / name
         body = json.dumps({"version": VERSION, "data": data}, indent=1, ensure_ascii=False).encode()
         try:
             with self._writing:
                 _replace(path, body, durable)
         except OSError as error:
-            return self._trouble(path, f"cannot be written: {error.strerror}")
-        self._troubled.discard(name)
+            self._unwritten[name] = words = self._trouble(path, f"cannot be written: {error.strerror}")
+            return words
+        for written in (name, PROBE):
+            self._troubled.discard(written)
+            self._unwritten.pop(written, None)
         return ""
 
     def remove(self, name: str) -> None:
         """Remove a file; one that is not there is a success."""
         if self.path is None:
             return
+        self._unwritten.pop(name, None)
         try:
             (self.path / name).unlink(missing_ok=True)
         except OSError as error:

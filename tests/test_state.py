@@ -113,6 +113,49 @@ assert state.write("y.json", 1) == ""
     assert done.stderr.count("state is not kept") <= 1
 
 
+def test_what_could_not_be_written_is_a_problem_until_it_is(tmp_path):
+    """Not only at the start: whoever asks later sees which file is behind, and no longer than it is."""
+    state = StateDir.open(tmp_path)
+    assert state.write("gates.json", {}) == "" and state.problem == ""
+    (tmp_path / "gates.json").unlink()
+    (tmp_path / "gates.json").mkdir()
+    (tmp_path / "gates.json" / "in the way").write_text("")
+    words = state.write("gates.json", {})
+    assert "gates.json cannot be written" in words and state.kept
+    assert state.problem.startswith(words) and "make room" in state.problem
+    assert state.behind("gates.json") and not state.behind("leases.json")
+    (tmp_path / "gates.json" / "in the way").unlink()
+    (tmp_path / "gates.json").rmdir()
+    assert state.write("gates.json", {}) == "" and state.problem == "" and not state.behind("gates.json")
+    state.close()
+
+
+def test_a_folder_that_takes_nothing_any_more_is_said_at_the_start():
+    """Its lock is there from better days, and what it holds can be read; a file size of nothing stands for the full disk."""
+    code = """
+import resource, signal, tempfile
+from pathlib import Path
+from proxy.state import StateDir
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+folder = Path(tempfile.mkdtemp())
+before = StateDir.open(folder)
+assert before.problem == "" and before.write("x.json", {"a": 1}) == ""
+before.close()
+resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+state = StateDir.open(folder)
+assert state.kept and "cannot be written" in state.problem, state.problem
+assert state.read("x.json", dict) == {"a": 1}
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+assert state.write("y.json", 1) == "" and state.problem == ""
+assert sorted(p.name for p in folder.iterdir()) == ["lock", "x.json", "y.json"]
+"""
+    root = Path(__file__).resolve().parents[1]
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize("folder", ["/proc/llama-proxy", "/sys/llama-proxy"])
 def test_a_file_system_that_takes_nothing_is_a_problem(folder):
     """Whoever runs the proxy, root included."""

@@ -165,6 +165,7 @@ async def _run(recipe: Recipe, engine: EngineBinary | None, progress: Progress) 
             slots=recipe.slots.folder() if recipe.slots else None,
         )
         command = replace(command, env={**command.env, TOKEN_VARIABLE: run.token})
+        keep = keep if run.keep else None
         tail = LogTail(secret=key, feed=recipe.feed)
         try:
             process = await EngineProcess.start(command, watch=is_cmd, tail=tail, keep=keep)

@@ -1,4 +1,7 @@
-"""Unloads models that nobody has used for their `ttl_s`, unless something is kept awake; lets leases run out."""
+"""Unloads models that nobody has used for their `ttl_s`, unless something is kept awake; lets leases run out.
+
+Now and then it also tries again to write down what a full or read-only disk did not take.
+"""
 
 import asyncio
 from collections.abc import Callable, Mapping
@@ -12,6 +15,8 @@ from proxy.clock import Clock
 LOOK_S: Final = 1.0
 """How often it looks; a shorter ttl is met a fraction of itself late."""
 LOOKS_PER_TTL: Final = 10.0
+CATCH_UP_S: Final = 10.0
+"""How often what could not be written is tried again."""
 _log = logs.get("backends")
 
 
@@ -31,6 +36,7 @@ class Caretaker:
         leasing: Leasing,
         wanted: Callable[[str], bool],
         unload: Callable[[str], object],
+        catch_up: Callable[[], object],
         clock: Clock,
     ) -> None:
         """`ttl_s` has the models that may be unloaded, and may change; `wanted` tells whether requests wait for or use one."""
@@ -39,6 +45,8 @@ class Caretaker:
         self._leasing = leasing
         self._wanted = wanted
         self._unload = unload
+        self._catch_up = catch_up
+        self._caught_up_at = clock()
         self._clock = clock
         self._task: asyncio.Task[None] | None = None
 
@@ -56,9 +64,12 @@ class Caretaker:
     def look(self) -> None:
         """Look once."""
         self._leasing.expire()
+        now = self._clock()
+        if now - self._caught_up_at >= CATCH_UP_S:
+            self._caught_up_at = now
+            self._catch_up()
         if self._leasing.awake():
             return
-        now = self._clock()
         for name, ttl_s in self._ttl_s.items():
             if idle_for(self._runners[name].idle_since, now) >= ttl_s and not self._wanted(name):
                 self._unload(name)

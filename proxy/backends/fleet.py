@@ -12,6 +12,7 @@ from proxy.backends.bringup import Recipe
 from proxy.backends.caretaker import Caretaker
 from proxy.backends.command import check
 from proxy.backends.desk import Desk
+from proxy.backends.fleetview import FleetView
 from proxy.backends.gatekeeper import Gatekeeper
 from proxy.backends.gates import Gate, GateMode
 from proxy.backends.gpu import Gpus
@@ -20,25 +21,23 @@ from proxy.backends.hostkeeper import HostStatus
 from proxy.backends.jobs import Job, JobKind
 from proxy.backends.leasing import Leasing
 from proxy.backends.loadjobs import LoadJobs
-from proxy.backends.logfeed import LogFollower
 from proxy.backends.ports import ControlEvent, Listener, NoRequests, Requests
 from proxy.backends.reconcile import ReconcileReport
 from proxy.backends.reconciler import reconcile
 from proxy.backends.refits import Refits
 from proxy.backends.room import Room
 from proxy.backends.runner import ModelRunner
-from proxy.backends.runrecord import Fate, recipe_of
+from proxy.backends.runrecord import recipe_of
 from proxy.backends.runs import RunStore
 from proxy.backends.slotcache import SlotCache
+from proxy.backends.stocktaking import take_stock
 from proxy.backends.unloads import Unloads
 from proxy.backends.views import (
     EngineResolver,
     FleetObserver,
-    ModelStatus,
     Then,
     UnloadReport,
     Verify,
-    WouldCut,
 )
 from proxy.backends.voice import Told
 from proxy.catalog import Catalog
@@ -47,8 +46,7 @@ from proxy.errors import ErrorCode, ProxyError
 from proxy.metrics import Metrics
 from proxy.settings import ConfigError, Engine, Model, Settings
 from proxy.state import StateDir
-from proxy.types import NOBODY, Audit, BackendKey, Cause, EngineInfo, Snapshot
-from proxy.upstream import Upstream
+from proxy.types import NOBODY, Audit, Cause, EngineInfo
 
 STOP_MARGIN_S: Final = 2.0
 """What a stop may take beyond its grace: letting go of requests, the KILL, the last words."""
@@ -65,7 +63,7 @@ def check_models(models: Mapping[str, Model], defaults: Engine) -> None:
         check(name, model, defaults)
 
 
-class Fleet:
+class Fleet(FleetView):
     """Loads, watches and stops backends. One event loop, one owner; `stop` leaves nothing behind but kept engines.
 
     `jobs`, `gates` and `leases` are the operators' side: read them freely, change them by the methods below. `refits`
@@ -93,16 +91,14 @@ class Fleet:
         job, gate and lease; the state folder is closed by `stop`.
         """
         check_models(settings.models, settings.engine)
-        self._catalog, self._observer, self._metrics = catalog, observer, metrics
+        super().__init__(catalog, requests or NoRequests(), state or StateDir.open(None))
+        self._observer, self._metrics = observer, metrics
         self._stopping = False
-        self._state = state or StateDir.open(None)
         self._runs = RunStore(self._state)
-        self._requests = requests or NoRequests()
         self._listener = listener
         self.jobs: Final = Desk(clock, self._tell)
         self._loads = LoadJobs(self.jobs, self._runner, catalog.model)
         told = Told(observer, self._loads)
-        self._runners: dict[str, ModelRunner] = {}
         self._models = dict(settings.models)
         self._room = Room(
             settings.memory,
@@ -154,7 +150,8 @@ class Fleet:
             self._ttl_s,
             leasing=self.leases,
             wanted=self._wanted,
-            unload=lambda name: self.begin_unload(name, cause=Cause.TTL),
+            unload=lambda name: self.begin_unload(name, mode="hold", cause=Cause.TTL),
+            catch_up=self._catch_up,
             clock=clock,
         )
         self.refits: Final = Refits(
@@ -192,38 +189,22 @@ class Fleet:
     # -- the life of the fleet --------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Restore gates and leases, take over or end what an earlier proxy left, begin loading `preload` models."""
+        """Restore gates and leases, take over or end what an earlier proxy left, begin loading `preload` models.
+
+        One whose gate an operator left blocked stays down.
+        """
         self.gates.restore()
         self.leases.restore()
-        await self._take_stock()
+        await take_stock(self._runs, self._runners, self._catalog)
         for name in self._catalog.ids():
             model = self._catalog.model(name)
             if model.on_proxy_exit == "keep" and not self._runs.kept:
                 why = self._state.problem or "no state folder is in use"
                 _log.warning("an engine cannot be kept and will stop with the proxy", model=name, problem=why)
-            if model.preload:
+            if model.preload and self.gates.gate(name).open:
                 self.request_load(name, Cause.OPERATOR)
         self._caretaker.start()
         self._hosting.start()
-
-    async def _take_stock(self) -> None:
-        """Bring what earlier proxies recorded in line with what runs; leaves strangers alone."""
-
-        def recipe(model: str) -> str | None:
-            return self._runners[model].fingerprint if model in self._runners else None
-
-        def wanted(model: str) -> bool:
-            return model in self._runners and self._catalog.model(model).on_proxy_exit == "keep"
-
-        taken: set[str] = set()
-        reaping = []
-        for record, verdict in await self._runs.survey(recipe, wanted):
-            if verdict.fate is Fate.ADOPT and record.model not in taken:
-                taken.add(record.model)
-                self._runners[record.model].adopt(record)
-            else:
-                reaping.append(self._runs.reap(record, verdict.reap))
-        await asyncio.gather(*reaping)
 
     async def stop(self, deadline_s: float) -> None:
         """Stop every backend at once, TERM grace cut to the deadline; no further load is possible.
@@ -245,6 +226,8 @@ class Fleet:
         for runner in self._runners.values():
             await runner.close()
         await self._loads.close()
+        await self.gates.close()
+        await self.leases.close()
         await asyncio.to_thread(self._room.save)
         self._state.close()
 
@@ -305,7 +288,8 @@ class Fleet:
         """Drain and stop as a job: running requests finish until `deadline_s` (default: the model's `stop.drain_s`).
 
         Requests that come meanwhile wait or are refused (`mode`, default: the model's `stop.new_requests`). The job's
-        `cut` names those that still ran at the deadline. `then` block leaves the gate blocked.
+        `cut` names those that still ran at the deadline. `then` block leaves the gate blocked. While an unload is
+        under way this joins it: a sooner deadline and a block count, whoever began it.
         """
         return self._begin(JobKind.UNLOAD, model, deadline_s, then, reason, mode, audit, cause)
 
@@ -334,16 +318,15 @@ class Fleet:
         cause: Cause,
     ) -> Job:
         self._runner(model)
-        stop = self._catalog.model(model).stop
         return self._unloads.begin(
             model,
             kind=kind,
-            deadline_s=stop.drain_s if deadline_s is None else deadline_s,
+            deadline_s=deadline_s,
             cause=cause,
             audit=audit,
             then=then,
             reason=reason,
-            mode=mode or stop.new_requests,
+            mode=mode or self._catalog.model(model).stop.new_requests,
         )
 
     async def force(
@@ -363,12 +346,6 @@ class Fleet:
         self._runner(model)
         return await self._unloads.force(model, then=then, reason=reason, mode=mode, audit=audit)
 
-    def would_cut(self, model: str) -> WouldCut:
-        """Return what `force` would end, changing nothing (dry run)."""
-        runner, live = self._runner(model), self._requests.live(model)
-        status = runner.status()
-        return WouldCut(model, status.state, status.pid, live.waiting, live.running, runner.exchanges)
-
     async def reconcile(self, model: str) -> ReconcileReport:
         """Compare a model's books, processes, records, sockets and slots; repair what is safe; touch no live request."""
         return await reconcile(self._runner(model), self._runs, self._requests, self._metrics)
@@ -385,48 +362,13 @@ class Fleet:
             self.gates.set(name, gate)
         return await self.gates.save()
 
-    # -- read side --------------------------------------------------------------------------------------
-
-    def upstream(self, key: BackendKey) -> Upstream:
-        """Return the way to a backend generation; a stale one fails like a connection that died unused."""
-        return self._runner(key.model).upstream(key)
-
-    def poke(self, key: BackendKey) -> None:
-        """Poll the backend's slots now."""
-        self._runner(key.model).poke(key)
-
-    def key(self, model: str) -> BackendKey | None:
-        """Return the ready generation of a model."""
-        return self._runner(model).key
-
-    def snapshot(self, model: str) -> Snapshot | None:
-        """Return the newest snapshot of a ready backend (see its age)."""
-        return self._runner(model).snapshot()
-
-    def status(self, model: str) -> ModelStatus:
-        """Return a model's whole state at this instant."""
-        return self._runner(model).status()
-
-    def statuses(self) -> tuple[ModelStatus, ...]:
-        """Return all models in configuration order."""
-        return tuple(runner.status() for runner in self._runners.values())
-
     def host(self, model: str) -> HostStatus | None:
         """Return the host a model runs on, None for one without."""
         return self._hosting.status(self._catalog.model(model))
 
-    def log_tail(self, model: str, lines: int = 100) -> list[str]:
-        """Return the last lines of the engine's output, of the present or the last process."""
-        return self._runner(model).log_tail(lines)
-
-    def follow_log(self, model: str, lines: int = 100) -> LogFollower:
-        """Follow the engine's output over its generations; close the follower. One that is too slow is dropped."""
-        return self._runner(model).follow_log(lines)
-
-    @property
-    def state_problem(self) -> str:
-        """Why nothing survives this proxy; empty while it does, or is not meant to."""
-        return self._state.problem
+    def _catch_up(self) -> None:
+        self.gates.catch_up()
+        self.leases.catch_up()
 
     def _evict(self, model: str) -> Job:
         return self.begin_unload(
@@ -436,16 +378,6 @@ class Fleet:
     def _retire(self, model: str) -> Job:
         reason = "its host has been idle and goes to sleep"
         return self.begin_unload(model, mode="hold", cause=Cause.TTL, reason=reason)
-
-    def _wanted(self, model: str) -> bool:
-        live = self._requests.live(model)
-        return bool(live.waiting or live.running)
-
-    def _runner(self, model: str) -> ModelRunner:
-        runner = self._runners.get(model)
-        if runner is None:
-            raise ProxyError(ErrorCode.MODEL_NOT_FOUND, f"model {model!r} does not exist", param="model")
-        return runner
 
     def _tell(self, event: ControlEvent) -> None:
         if self._listener is None:

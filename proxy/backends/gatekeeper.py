@@ -40,6 +40,7 @@ class Gatekeeper:
         self._metrics = metrics
         self._tell = tell
         self._saving = asyncio.Lock()
+        self._savers: set[asyncio.Task[str]] = set()
         for name in models:
             self.add(name)
 
@@ -91,7 +92,30 @@ class Gatekeeper:
         self._apply(model)
 
     async def save(self) -> str:
-        """Write the gates down; return an empty text, or why they will not survive the proxy."""
+        """Write the gates down; return an empty text, or why they will not survive the proxy.
+
+        They are written whether or not the caller stays.
+        """
+        return await asyncio.shield(self.save_soon())
+
+    def save_soon(self) -> "asyncio.Task[str]":
+        """Begin to write the gates down, for whoever may not live to see it done."""
+        saver = asyncio.create_task(self._save(), name="save-gates")
+        self._savers.add(saver)
+        saver.add_done_callback(self._savers.discard)
+        return saver
+
+    def catch_up(self) -> None:
+        """Try again to write what could not be written: the disk may have room by now."""
+        if self._state.behind(FILE) and not self._savers:
+            self.save_soon()
+
+    async def close(self) -> None:
+        """Finish writing."""
+        if self._savers:
+            await asyncio.wait(self._savers)
+
+    async def _save(self) -> str:
         async with self._saving:
             return await asyncio.to_thread(self._state.write, FILE, encode(self._gates))
 

@@ -27,6 +27,7 @@ class Leasing:
         self._metrics = metrics
         self._tell = tell
         self._saving = asyncio.Lock()
+        self._savers: set[asyncio.Task[str]] = set()
         metrics.on_render(self.expire)
         self._count()
 
@@ -96,7 +97,27 @@ class Leasing:
     def _count(self) -> None:
         self._metrics.leases_held.set(len(self._book.held(self._clock())))
 
+    def catch_up(self) -> None:
+        """Try again to write what could not be written: the disk may have room by now."""
+        if self._state.behind(FILE) and not self._savers:
+            self._save_soon()
+
+    async def close(self) -> None:
+        """Finish writing."""
+        if self._savers:
+            await asyncio.wait(self._savers)
+
     async def _save(self) -> str:
+        return await asyncio.shield(self._save_soon())
+
+    def _save_soon(self) -> "asyncio.Task[str]":
+        """Begin to write the leases down; whoever asked for it may leave."""
+        saver = asyncio.create_task(self._written(), name="save-leases")
+        self._savers.add(saver)
+        saver.add_done_callback(self._savers.discard)
+        return saver
+
+    async def _written(self) -> str:
         async with self._saving:
             data = encode(self.held(), boot_id())
             return await asyncio.to_thread(self._state.write, FILE, data)

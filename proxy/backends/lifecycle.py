@@ -286,7 +286,8 @@ def _asked(life: Life, cause: Cause, after: ModelState, now: float) -> tuple[Lif
 
 def _load(life: Life, cause: Cause, after: ModelState) -> tuple[Life, tuple[Effect, ...]]:
     if life.operational is S.STOPPING:
-        return replace(life, again=life.again or cause), ()
+        # an operator's load passes a gate that a request's does not
+        return replace(life, again=cause if cause is Cause.OPERATOR else life.again or cause), ()
     if after is life.operational:
         return life, ()
     if life.admin is not AdminState.ENABLED and cause is not Cause.OPERATOR:

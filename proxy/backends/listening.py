@@ -25,6 +25,8 @@ from proxy.backends.command import HOST
 
 GONE: Final = (psutil.NoSuchProcess, IndexError)
 """What psutil raises for a process that is gone; the second when it goes while its `stat` is read, which is then empty."""
+BLIND: Final = (psutil.Error, OSError)
+"""Raised when `/proc` cannot be read: out of file descriptors, or hidden from this user. Stopping must go on without."""
 
 
 class Owner(StrEnum):
@@ -105,20 +107,27 @@ def owner(port: int, pid: int) -> Owner:
 
 
 def descendants(pid: int) -> list[int]:
-    """Return the process ids below `pid`, none when it is gone."""
+    """Return the process ids below `pid`, none when it is gone or they cannot be seen."""
     try:
         return [child.pid for child in psutil.Process(pid).children(recursive=True)]
-    except psutil.NoSuchProcess:
-        return []
     except IndexError:
         # somebody else's process ended under the look at all of them: look at each by itself
         return _below(pid)
+    except BLIND:
+        return []
+
+
+def _all() -> list[int]:
+    try:
+        return psutil.pids()
+    except BLIND:
+        return []
 
 
 def _below(pid: int) -> list[int]:
     children: dict[int, list[int]] = {}
-    for one in psutil.pids():
-        with suppress(*GONE, psutil.AccessDenied):
+    for one in _all():
+        with suppress(*GONE, *BLIND):
             children.setdefault(psutil.Process(one).ppid(), []).append(one)
     found, ask = [], [pid]
     while ask:

@@ -62,6 +62,11 @@ class Live:
         self._on_snapshot(snapshot)
         self.sentinel.seen(snapshot)
 
+    @property
+    def kept(self) -> bool:
+        """Whether the process may outlive the proxy: it was started so, and the next one can find it."""
+        return self.running.run is not None and self.running.run.keep
+
     def renounce(self) -> None:
         """Note that the process is being ended, should the proxy die now. Takes effect before it returns."""
         if self.running.run is not None:

@@ -18,7 +18,7 @@ from typing import Final
 import psutil
 
 from proxy.backends.command import Command
-from proxy.backends.listening import GONE, descendants
+from proxy.backends.listening import BLIND, GONE, descendants
 from proxy.backends.logtail import LogTail
 from proxy.backends.output import FileFollower, LogFile, PipeDrain, open_for_engine
 
@@ -104,7 +104,18 @@ class EngineProcess:
             raise
         finally:
             os.close(write)
-        process = cls(popen.pid, os.pidfd_open(popen.pid), tail, popen)
+        try:
+            pidfd = os.pidfd_open(popen.pid)
+        except OSError:
+            # out of descriptors: what cannot be watched may not run
+            if read is not None:
+                os.close(read)
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(popen.pid, signal.SIGKILL)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                popen.wait(KILL_S)
+            raise
+        process = cls(popen.pid, pidfd, tail, popen)
         process._file = log_file
         if read is None:
             if keep is not None:
@@ -243,7 +254,8 @@ class EngineProcess:
                     await self._drain.ended.wait()
 
     def _signal(self, number: signal.Signals, sent: list[str]) -> None:
-        with contextlib.suppress(ProcessLookupError):
+        # not permitted where the command became another user: `left` tells of it
+        with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, number)
             sent.append(number.name)
 
@@ -255,7 +267,11 @@ class EngineProcess:
             return set()
         except PermissionError:
             pass
-        return {pid for pid in psutil.pids() if _group(pid) == self.pid and _born(pid) is not None}
+        try:
+            pids = psutil.pids()
+        except BLIND:
+            return {self.pid}
+        return {pid for pid in pids if _group(pid) == self.pid and _born(pid) is not None}
 
     def _in(self, statuses: tuple[str, ...]) -> bool:
         return any(process_status(pid) in statuses for pid in (self.pid, *descendants(self.pid)))
@@ -294,11 +310,13 @@ def describe_exit(code: int) -> str:
 
 
 def process_status(pid: int) -> str:
-    """Return what the kernel says of a process, `dead` when there is none."""
+    """Return what the kernel says of a process: `dead` when there is none, nothing when it cannot be asked."""
     try:
         return psutil.Process(pid).status()
     except GONE:
         return psutil.STATUS_DEAD
+    except BLIND:
+        return ""
 
 
 def _group(pid: int) -> int:
@@ -313,5 +331,5 @@ def _born(pid: int) -> float | None:
     try:
         process = psutil.Process(pid)
         return None if process.status() == psutil.STATUS_ZOMBIE else process.create_time()
-    except GONE:
+    except (*GONE, *BLIND):
         return None

@@ -9,14 +9,14 @@ import contextlib
 from collections import deque
 from collections.abc import Awaitable, Coroutine
 from dataclasses import replace
-from typing import Any, Final, TypeVar, assert_never
+from typing import Any, TypeVar, assert_never
 
 from proxy import logs
-from proxy.backends import words
+from proxy.backends import ending, words
 from proxy.backends.attempt import attempt
 from proxy.backends.backoff import Backoff
 from proxy.backends.bringup import Progress, Recipe, Running
-from proxy.backends.client import DeadUpstream, EngineClient
+from proxy.backends.ending import Remains
 from proxy.backends.lifecycle import (
     AdminSet,
     BecameReady,
@@ -24,7 +24,6 @@ from proxy.backends.lifecycle import (
     EngineLost,
     Event,
     Exited,
-    Life,
     LoadAsked,
     LoadFailed,
     LoadRefused,
@@ -39,59 +38,45 @@ from proxy.backends.lifecycle import (
     TooSoon,
     step,
 )
-from proxy.backends.live import Live, end
-from proxy.backends.logfeed import LogFollower
-from proxy.backends.process import EngineProcess, StopReport, process_status
+from proxy.backends.live import Live
+from proxy.backends.process import StopReport, process_status
 from proxy.backends.runrecord import RunRecord
-from proxy.backends.views import FleetObserver, Kind, ModelStatus, Stage
+from proxy.backends.sight import Sight
+from proxy.backends.views import FleetObserver
 from proxy.backends.voice import Voice
 from proxy.clock import Clock
 from proxy.errors import ErrorCode, ProxyError
 from proxy.metrics import Metrics
-from proxy.types import AdminState, BackendKey, Cause, EngineInfo, ModelState, Snapshot
-from proxy.upstream import Upstream
+from proxy.types import AdminState, BackendKey, Cause, EngineInfo, ModelState
 
-_WAITS: Final = (Stage.WAKING, Stage.MEMORY)
 _log = logs.get("backends")
 _T = TypeVar("_T")
 
 
-class ModelRunner:
+class ModelRunner(Sight):
     """Owner of one model's life. All methods belong to the event loop's thread."""
 
     def __init__(self, recipe: Recipe, *, metrics: Metrics, clock: Clock, observer: FleetObserver) -> None:
-        self.name: Final = recipe.name
-        self._recipe = recipe
+        super().__init__(recipe, clock)
         self._metrics = metrics
         for failures in (
             *(metrics.crashes, metrics.wedges, metrics.restarts, metrics.identity_mismatch),
             metrics.forced_cancels,
         ):
             failures.labels(recipe.name)  # from 0: a series that appears with its first event hides it
-        self._clock = clock
         self._voice = Voice(recipe.name, metrics=metrics, observer=observer)
-        self._life = Life()
-        self._since = clock()
-        self._live: Live | None = None
-        self._progress: Progress | None = None
-        self._last_process: EngineProcess | None = None
         self._job: asyncio.Future[EngineInfo] | None = None
         self._attempt: asyncio.Task[Running | None] | None = None
         self._stopper: asyncio.Task[StopReport | None] | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._watchers: set[asyncio.Task[None]] = set()
         self._grace_s = recipe.model.stop.grace_s
         self._events: deque[Event] = deque()
         self._stepping = False
         self._changed = asyncio.Event()
         self._loss: ProxyError | None = None
-        self._failure: ProxyError | None = None
         self._farewell: ProxyError | None = None
         self._left: RunRecord | None = None
-
-    @property
-    def kind(self) -> Kind:
-        """How its backend comes to be."""
-        return Kind.REMOTE if self._recipe.model.url is not None else Kind.PROCESS
 
     @property
     def _backoff(self) -> Backoff:
@@ -154,130 +139,13 @@ class ModelRunner:
         self._post(AdminSet(admin, reason))
 
     async def close(self) -> None:
-        """Await every task this model still owns (after `unload`)."""
+        """Await every task this model still owns (after `ask_stop`)."""
+        for task in self._watchers:
+            # a process that outlives its KILL is not waited for
+            task.cancel()
         while self._tasks:
             await asyncio.wait(self._tasks)
         self._recipe.feed.close()
-
-    # -- read side --------------------------------------------------------------------------------------
-
-    @property
-    def key(self) -> BackendKey | None:
-        """The ready generation's key, None when there is none."""
-        return self._live.key if self._live and self._life.operational is ModelState.READY else None
-
-    def upstream(self, key: BackendKey) -> Upstream:
-        """Return the way to this generation; a dead end when it is not the present one."""
-        if self._live is not None and self.key == key:
-            return self._live.running.client
-        return DeadUpstream(f"backend generation {key.generation} of model {self.name!r} is gone")
-
-    def poke(self, key: BackendKey) -> None:
-        """Poll `/slots` now; a stale key changes nothing."""
-        if self._live is not None and self._live.key == key:
-            self._live.mirror.poke()
-
-    def poke_now(self) -> None:
-        """Poll the ready backend's slots now, if there is one."""
-        if self._live is not None:
-            self._live.mirror.poke()
-
-    def fresh_snapshot(self, age_s: float) -> Snapshot | None:
-        """Return the newest snapshot unless it is older than this."""
-        snapshot = self.snapshot()
-        return snapshot if snapshot is not None and self._clock() - snapshot.asked_at <= age_s else None
-
-    @property
-    def token(self) -> str:
-        """The token of the ready backend's run, empty without one."""
-        run = self._live.running.run if self._live else None
-        return run.token if run else ""
-
-    def snapshot(self) -> Snapshot | None:
-        """Return the newest snapshot of the ready generation."""
-        return self._live.mirror.latest if self._live and self.key else None
-
-    def log_tail(self, lines: int) -> list[str]:
-        """Return the last lines of the present or last process."""
-        process = self._newest_process
-        return process.tail.lines(lines) if process else []
-
-    def follow_log(self, lines: int) -> LogFollower:
-        """Follow the output of this and later processes, beginning with the last lines."""
-        process = self._newest_process
-        first = process.tail.lines(lines) if process else []
-        if process is not None and process.tail.unfinished:
-            first = first[:-1]
-        return self._recipe.feed.follow(first)
-
-    @property
-    def _newest_process(self) -> EngineProcess | None:
-        return (self._progress.process if self._progress else None) or self._last_process
-
-    @property
-    def life(self) -> Life:
-        """The model's place on both axes."""
-        return self._life
-
-    @property
-    def fingerprint(self) -> str:
-        """Tells whether the configuration that shapes the process is still the same."""
-        return self._recipe.fingerprint
-
-    @property
-    def failure(self) -> ProxyError | None:
-        """Why the last attempt or the last ready backend failed; None once one is ready again."""
-        return self._failure
-
-    @property
-    def occupancy(self) -> tuple[ModelState, int | None, float, float | None]:
-        """State, process id, time of the last state change, and since when it is idle (None: busy or not ready)."""
-        status = self.status()
-        return status.state, status.pid, status.since, self.idle_since
-
-    @property
-    def idle_since(self) -> float | None:
-        """When the ready backend's last exchange ended (or it became ready); None while it is busy or not ready."""
-        client = self._client
-        if client is None or self.key is None or client.exchanges:
-            return None
-        return max(self._since, client.quiet_since)
-
-    def status(self) -> ModelStatus:
-        """Return the whole state at this instant."""
-        running = self._live.running if self._live else None
-        progress = self._progress
-        process = running.process if running else progress.process if progress else None
-        return ModelStatus(
-            model=self.name,
-            kind=self.kind,
-            state=self._life.operational,
-            admin=self._life.admin,
-            reason=self._life.reason,
-            cause=self._life.cause,
-            generation=self._life.generation,
-            since=self._since,
-            stage=progress.stage if progress else None,
-            waits_for=progress.waits_for if progress and progress.stage in _WAITS else "",
-            pid=process.pid if process and process.code is None else None,
-            port=running.port if running else progress.port if progress else None,
-            info=running.info if running else None,
-            identity=running.identity if running else "",
-            exchanges=self.exchanges,
-            last_error=self._failure.message if self._failure else "",
-            strikes=self._life.strikes,
-            retry_at=self._life.retry_at,
-            restart=self._life.restart,
-        )
-
-    @property
-    def _client(self) -> EngineClient | None:
-        return self._live.running.client if self._live else None
-
-    @property
-    def exchanges(self) -> int:
-        """Requests that are with the engine."""
-        return self._client.exchanges if self._client else 0
 
     # -- the machine ------------------------------------------------------------------------------------
 
@@ -355,10 +223,10 @@ class ModelRunner:
             if self._stopper is not None and not self._stopper.done():
                 # what was lost is still being cleared away, and holds its memory
                 await asyncio.wait((self._stopper,))
-            left, self._left = self._left, None
-            running = await attempt(self._recipe, progress, left)
+            running = await attempt(self._recipe, progress, self._left)
+            self._left = None
         except ProxyError as failed:
-            error = failed
+            error, self._left = failed, None
         finally:
             self._last_process = progress.process or self._last_process
             self._progress = None
@@ -392,7 +260,9 @@ class ModelRunner:
         self._voice.ready(key, running.info)
         live.mirror.start()
         if running.process is not None:
-            self._task(live.sentinel.watch_exit(), "watch")
+            watcher = self._task(live.sentinel.watch_exit(), "watch")
+            self._watchers.add(watcher)
+            watcher.add_done_callback(self._watchers.discard)
         if self._job is not None and not self._job.done():
             self._job.set_result(running.info)
 
@@ -419,33 +289,18 @@ class ModelRunner:
     async def _stop(
         self, effect: StopEngine, error: ProxyError, before: "asyncio.Task[StopReport | None] | None"
     ) -> StopReport | None:
-        """Close sockets first: llama-server does not end while a client stays connected to it.
-
-        `before` clears away an earlier generation; its process counts as this model's, too.
-        """
-        live, trying, progress = self._live, self._attempt, self._progress
-        report: StopReport | None = None
-        if live is not None and effect.was_ready:
-            await live.let_go(error)
-            if effect.cause is Cause.SHUTDOWN and self._recipe.keep:
-                await live.detach()
-            else:
-                report = await end(self._recipe, live.running, self._grace_s)
-        elif trying is not None:
-            trying.cancel()
-            await asyncio.wait((trying,))
-            late = None if trying.cancelled() else trying.result()
-            if late is not None:
-                await late.client.close(error.message)
-                report = await end(self._recipe, late, 0)
-            elif progress is not None and progress.process is not None:
-                report = await progress.process.kill()
+        """End what is there. `before` clears away an earlier generation; its process counts as this model's, too."""
+        left, self._left = (None, self._left) if effect.cause is Cause.SHUTDOWN else (self._left, None)
+        there = Remains(self._live if effect.was_ready else None, self._attempt, self._progress, left)
+        report = await ending.end_all(
+            self._recipe, there, error, grace_s=lambda: self._grace_s, shutdown=effect.cause is Cause.SHUTDOWN
+        )
         self._live = None
         if before is not None and not before.done():
             await asyncio.wait((before,))
         if report is not None and report.left:
-            left = {pid: process_status(pid) for pid in report.left}
-            _log.error("processes survived a kill", model=self.name, left=left)
+            pids = {pid: process_status(pid) for pid in report.left}
+            _log.error("processes survived a kill", model=self.name, left=pids)
         self._post(Stopped(effect.generation))
         if self._life.operational is ModelState.UNLOADED and self._job is not None and not self._job.done():
             self._fail_job(error)

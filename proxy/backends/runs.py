@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from proxy import logs
+from proxy.backends.output import open_for_engine
 from proxy.backends.runrecord import TOKEN_VARIABLE, RunRecord, Seen, Verdict, decode, encode, judge
 from proxy.clock import boot_id, wall
 from proxy.state import StateDir, file_name
@@ -43,14 +44,25 @@ class RunStore:
         return self._state.kept
 
     def output(self, model: str) -> Path | None:
-        """Return the file for the output of a model that outlives the proxy."""
+        """Return the file for the output of a model that outlives the proxy; None where it cannot be written."""
         folder = self._state.folder(OUTPUT_FOLDER)
-        return folder / f"{file_name(model)}.log" if folder else None
+        if folder is None:
+            return None
+        file = folder / f"{file_name(model)}.log"
+        try:
+            os.close(open_for_engine(file))
+        except OSError as error:
+            _log.warning("output cannot be written", model=model, path=str(file), error=error.strerror)
+            return None
+        return file
 
     async def intend(
         self, model: str, *, keep: bool, recipe: str, api_key: str, output: Path | None
     ) -> RunRecord:
-        """Write down that a process is about to be started; return the record with its token."""
+        """Write down that a process is about to be started; return the record with its token.
+
+        Where it cannot be written the record that is returned says not to keep the process: nobody would find it again.
+        """
         record = RunRecord(
             model=model,
             token=secrets.token_hex(16),
@@ -62,10 +74,14 @@ class RunStore:
             output=str(output or ""),
         )
         try:
-            await self._write(record)
+            problem = await self._write(record)
         except BaseException:
             self.forget(record)
             raise
+        if keep and problem:
+            why = f"{problem}: it will stop with the proxy"
+            _log.warning("an engine cannot be kept", model=model, problem=why)
+            record = self._known[record.token] = replace(record, keep=False, api_key="", output="")
         return record
 
     async def started(self, record: RunRecord, pid: int) -> RunRecord:
@@ -94,17 +110,18 @@ class RunStore:
         self._known.pop(record.token, None)
         self._state.remove(_name(record))
 
-    async def _write(self, record: RunRecord) -> None:
+    async def _write(self, record: RunRecord) -> str:
+        """Return an empty text, or why the record will not be found."""
         self._known[record.token] = record
         if not self._state.kept:
-            return
+            return self._state.problem or "no state folder is in use"
         if self._state.folder(FOLDER) is None:
-            return
+            return f"there is no folder {FOLDER}"
         writing = asyncio.ensure_future(
             asyncio.to_thread(self._state.write, _name(record), encode(record), durable=False)
         )
         try:
-            await asyncio.shield(writing)
+            return await asyncio.shield(writing)
         except asyncio.CancelledError:
             # the file comes all the same: whoever removes it has to come after it
             await asyncio.wait((writing,))

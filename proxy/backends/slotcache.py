@@ -5,7 +5,7 @@ nothing else: it is said in the log, and the prompt is simply read again.
 """
 
 import asyncio
-import shutil
+import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -61,16 +61,23 @@ class SlotCache:
             _log.warning(
                 "slots were not all saved", model=self._model, error=str(error) or "it took too long"
             )
-        if kept:
-            data = {"recipe": self._recipe, "build": info.build, "slots": kept}
-            await asyncio.to_thread(self._state.write, self._index, data, durable=False)
-            _log.info("slots saved", model=self._model, slots=len(kept), tokens=sum(kept.values()))
+        data = {"recipe": self._recipe, "build": info.build, "slots": kept}
+        problem = (
+            "" if not kept else await asyncio.to_thread(self._state.write, self._index, data, durable=False)
+        )
+        if problem or not kept:
+            # a full disk must not be left fuller
+            await asyncio.to_thread(self._discard)
+            return 0
+        _log.info("slots saved", model=self._model, slots=len(kept), tokens=sum(kept.values()))
         return sum(kept.values())
 
     async def restore(self, client: EngineClient, info: EngineInfo) -> int:
         """Give an engine that has just become ready its slots back; return how many tokens it has now."""
         saved = await asyncio.to_thread(self._state.read, self._index, _decode)
         if not saved:
+            # of a save that was not finished
+            await asyncio.to_thread(self._discard)
             return 0
         tokens = 0
         try:
@@ -88,11 +95,12 @@ class SlotCache:
         return tokens
 
     def _discard(self) -> None:
+        """Remove what was saved; the folder stays, an engine may have been told to use it."""
         self._state.remove(self._index)
         folder = self.folder()
-        if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)
-            self.folder()
+        with contextlib.suppress(OSError):
+            for file in folder.iterdir() if folder is not None else ():
+                file.unlink()
 
 
 async def _act(client: EngineClient, slot: int, action: str) -> Mapping[str, Any]:

@@ -12,8 +12,8 @@ looked at again, and the answer is given.
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import replace
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from proxy import logs
@@ -42,6 +42,26 @@ SETTLE_S: Final = 0.1
 _log = logs.get("backends")
 
 
+@dataclass(slots=True)
+class _Wish:
+    """What those who asked for one unload want of it: the soonest deadline, and the newest gate to leave behind.
+
+    `forces` is how often the model had been forced before it.
+    """
+
+    until: float
+    after: Gate | None
+    forces: int
+
+
+@dataclass(slots=True)
+class _Cut:
+    """One force-unload: the gate that it found, and whether somebody wants the model to stay down."""
+
+    found: Gate
+    block: bool = False
+
+
 class Unloads:
     """Ends models. One per fleet; jobs are single-flight per model and kind."""
 
@@ -64,7 +84,8 @@ class Unloads:
         self._metrics = metrics
         self._clock = clock
         self._tasks: dict[str, asyncio.Task[Any]] = {}
-        self._blocked: set[str] = set()
+        self._wishes: dict[str, _Wish] = {}
+        self._cuts: dict[str, _Cut] = {}
         self._forces: Counter[str] = Counter()
 
     async def close(self) -> None:
@@ -88,40 +109,55 @@ class Unloads:
         model: str,
         *,
         kind: JobKind,
-        deadline_s: float,
+        deadline_s: float | None,
         cause: Cause,
         audit: Audit,
         then: Then,
         reason: str,
         mode: GateMode,
     ) -> Job:
-        """Start an unload (or, `kind` drain, only its first half) as a job, or return the one under way."""
+        """Start an unload (or, `kind` drain, only its first half) as a job, or join the one under way.
+
+        `deadline_s` None is the model's `stop.drain_s`. Whoever joins can make it end sooner and leave the gate
+        blocked, not the opposite.
+        """
         job, new = self._desk.open(kind, model, cause, audit)
+        after = blocked(reason or f"{kind.value}ed", mode, audit) if then is Then.BLOCK else None
         if new:
-            after = blocked(reason or f"{kind.value}ed", mode, audit) if then is Then.BLOCK else None
-            work = self._unload_job(job, deadline_s, after, reason, mode)
-            self._task(job, work)
+            drain_s = self._model(model).stop.drain_s if deadline_s is None else deadline_s
+            self._wishes[job.id] = wish = _Wish(self._clock() + drain_s, after, self._forces[model])
+            draining = contextlib.ExitStack()
+            gate = Gate(AdminState.DRAINING, reason or "unloading", mode, audit)
+            try:
+                # at once: a request that slipped in between would be cut at the deadline of an idle model's unload
+                draining.enter_context(self._gates.draining(model, gate))
+            except Exception as error:
+                self._unbegun(job, error)
+                raise
+            self._task(job, self._unload_job(job, wish, draining, reason))
+            return job
+        wish = self._wishes[job.id]
+        if deadline_s is not None:
+            wish.until = min(wish.until, self._clock() + deadline_s)
+        wish.after = after or wish.after
         return job
 
-    async def _unload_job(
-        self, job: Job, deadline_s: float, after: Gate | None, reason: str, mode: GateMode
-    ) -> None:
-        model, forces = job.model, self._forces[job.model]
-        draining = Gate(AdminState.DRAINING, reason or "unloading", mode, job.audit)
+    async def _unload_job(self, job: Job, wish: _Wish, draining: contextlib.ExitStack, reason: str) -> None:
+        model = job.model
         try:
-            with self._gates.draining(model, draining):
-                cut = await self._drained(model, deadline_s, job)
+            with draining:
+                cut = await self._drained(model, lambda: wish.until, job)
                 report = None
                 if job.kind is JobKind.UNLOAD:
                     if not cut:
                         self._desk.advance(job.id, Progress("saving", requests_left=0))
-                        await self._runner(model).save_slots()
+                        await self._saved(model)
                     self._desk.advance(job.id, Progress("stopping", requests_left=0))
                     report = await self._stopped(model, job.cause, reason)
                     self._metrics.unload_seconds.labels(model, "false").observe(report.seconds)
-                if after is not None:
-                    self._gates.set(model, after)
-            problem = await self._gates.save() if after is not None else ""
+                if wish.after is not None:
+                    self._gates.set(model, wish.after)
+            problem = await self._left_blocked(model, wish)
         except asyncio.CancelledError:
             self._desk.close(job.id, JobState.CANCELLED, error="the proxy is shutting down")
             raise
@@ -133,12 +169,29 @@ class Unloads:
         if report is not None and report.left:
             words = f"processes {', '.join(map(str, report.left))} outlived a KILL"
             self._desk.close(job.id, JobState.FAILED, error=words, cut=cut, result=result)
-        elif self._forces[model] != forces:
+        elif self._forces[model] != wish.forces:
             # it may be over by now
             words = "a force-unload took its place"
             self._desk.close(job.id, JobState.CANCELLED, error=words, cut=cut, result=result)
         else:
             self._desk.close(job.id, JobState.DONE, cut=cut, result=result)
+
+    async def _saved(self, model: str) -> None:
+        try:
+            await self._runner(model).save_slots()
+        except Exception:
+            # it is a cache: without it a prompt is read again, and the model goes all the same
+            _log.exception("slots were not saved", model=model)
+
+    async def _left_blocked(self, model: str, wish: _Wish) -> str:
+        """Make the gate that is to be left last; also one that is wished for meanwhile."""
+        problem = ""
+        while (after := wish.after) is not None:
+            wish.after = None
+            if self._gates.gate(model) is not after:
+                self._gates.set(model, after)
+            problem = await self._gates.save()
+        return problem
 
     async def unload(self, model: str, *, deadline_s: float, force: bool, cause: Cause) -> UnloadReport:
         """Stop a model without a job; see `Fleet.unload`."""
@@ -149,7 +202,8 @@ class Unloads:
             report = await self._stopped(model, cause, "")
         else:
             with self._gates.draining(model, Gate(AdminState.DRAINING, "unloading")):
-                await self._drained(model, deadline_s, None)
+                until = began + deadline_s
+                await self._drained(model, lambda: until, None)
                 cut = runner.exchanges
                 report = await self._stopped(model, cause, "")
         seconds = self._clock() - began
@@ -159,9 +213,8 @@ class Unloads:
             seconds=seconds,
         )  # fmt: skip
 
-    async def _drained(self, model: str, deadline_s: float, job: Job | None) -> tuple[str, ...]:
-        """Wait until nothing runs; at the deadline return who still does."""
-        until = self._clock() + deadline_s
+    async def _drained(self, model: str, until: Callable[[], float], job: Job | None) -> tuple[str, ...]:
+        """Wait until nothing runs; at the deadline, which may be brought forward, return who still does."""
         while True:
             running = self._requests.live(model).running
             left = max(len(running), self._runner(model).exchanges)
@@ -169,7 +222,7 @@ class Unloads:
                 self._desk.advance(job.id, Progress("draining", requests_left=left))
             if left == 0:
                 return ()
-            rest = until - self._clock()
+            rest = until() - self._clock()
             if rest <= 0:
                 return running
             await asyncio.sleep(min(LOOK_S, rest))
@@ -193,14 +246,24 @@ class Unloads:
         """End everything of a model now; answers within its grace + 2 s. Twice at once is one, `block` wins."""
         job, new = self._desk.open(JobKind.FORCE, model, Cause.FORCE, audit)
         if new:
-            # up to its first await this is one step, in which the generation is bumped: not a task yet
-            self._task(job, self._cut(job, reason))
+            self._cuts[job.id] = _Cut(self._gates.gate(model))
+            try:
+                # up to its first await this is one step, in which the generation is bumped: not a task yet
+                work = self._cut(job, reason)
+            except Exception as error:
+                self._unbegun(job, error)
+                raise
+            self._task(job, work)
         if then is Then.BLOCK:
             # after the cut: a gate that rejects would refuse those who are to be told of the unload
-            self._blocked.add(model)
+            self._cuts[job.id].block = True
             self._gates.set(model, blocked(reason, mode, audit))
+            self._gates.save_soon()
         task: asyncio.Task[UnloadReport] = self._tasks[job.id]
-        report = await asyncio.shield(task)
+        await asyncio.wait({task})
+        if task.cancelled():
+            raise ProxyError(ErrorCode.SHUTTING_DOWN, "the proxy is shutting down")
+        report = task.result()
         return replace(report, problem=await self._gates.save())
 
     def _cut(self, job: Job, reason: str) -> Coroutine[Any, Any, UnloadReport]:
@@ -210,11 +273,13 @@ class Unloads:
         runner, live = self._runner(model), self._requests.live(model)
         status, exchanges = runner.status(), runner.exchanges
         error = _unloaded(model, Cause.FORCE, reason)
-        draining = contextlib.ExitStack()
         gate = Gate(AdminState.DRAINING, reason or "unloading", "hold", job.audit)
-        draining.enter_context(self._gates.draining(model, gate))
-        stopping = runner.ask_stop(Cause.FORCE, self._model(model).stop.grace_s, error)
-        self._requests.end(model, error)
+        with contextlib.ExitStack() as undone:
+            undone.enter_context(self._gates.draining(model, gate))
+            grace_s = self._model(model).stop.grace_s
+            stopping = asyncio.ensure_future(runner.ask_stop(Cause.FORCE, grace_s, error))
+            self._requests.end(model, error)
+            draining = undone.pop_all()
         self._metrics.forced_cancels.labels(model).inc(len(live.waiting) + len(live.running))
         report = UnloadReport(
             model,
@@ -233,7 +298,7 @@ class Unloads:
         job: Job,
         report: UnloadReport,
         pid: int | None,
-        stopping: Awaitable[StopReport],
+        stopping: asyncio.Future[StopReport],
         draining: contextlib.ExitStack,
         began: float,
     ) -> UnloadReport:
@@ -241,15 +306,18 @@ class Unloads:
         model, until = job.model, began + self._model(job.model).stop.grace_s + FORCE_MARGIN_S
         with draining:
             self._desk.advance(job.id, Progress("stopping"))
-            gone = asyncio.ensure_future(stopping)
-            await asyncio.wait({gone}, timeout=until - self._clock())
-            done = gone.result() if gone.done() else StopReport(None, (), () if pid is None else (pid,))
+            await asyncio.wait({stopping}, timeout=until - self._clock())
+            done = (
+                stopping.result() if stopping.done() else StopReport(None, (), () if pid is None else (pid,))
+            )
             await self._requests.settled(model, max(SETTLE_S, until - self._clock()))
             live = self._requests.live(model)
             unsettled = {*live.running, *live.waiting}.intersection(report.names)
-            if model not in self._blocked and not self._gates.gate(model).open:
+            cut, gate = self._cuts[job.id], self._gates.gate(model)
+            if not cut.block and gate is cut.found and not gate.open:
+                # a gate that was set since then is a later wish than ours
                 self._gates.set(model, opened(job.audit))
-            self._blocked.discard(model)
+                self._gates.save_soon()
         seconds = self._clock() - began
         self._metrics.unload_seconds.labels(model, "true").observe(seconds)
         report = replace(
@@ -275,12 +343,21 @@ class Unloads:
 
     # -- tasks ------------------------------------------------------------------------------------------
 
+    def _unbegun(self, job: Job, error: Exception) -> None:
+        """End a job that failed before it had a task: the next one may begin."""
+        self._wishes.pop(job.id, None)
+        self._cuts.pop(job.id, None)
+        words, code = f"{type(error).__name__}: {error}", ErrorCode.INTERNAL_ERROR.value
+        self._desk.close(job.id, JobState.FAILED, error=words, code=code)
+
     def _task(self, job: Job, work: Coroutine[Any, Any, Any]) -> None:
         task = asyncio.create_task(work, name=f"{job.kind.value}:{job.model}")
         self._tasks[job.id] = task
 
         def ended(done: asyncio.Task[Any]) -> None:
             self._tasks.pop(job.id, None)
+            self._wishes.pop(job.id, None)
+            self._cuts.pop(job.id, None)
             error = None if done.cancelled() else done.exception()
             if error is not None:
                 _log.error("a job failed", job=job.id, exc_info=error)

@@ -1,5 +1,6 @@
 """`llama-proxy doctor`: what is wrong with a running proxy, what to do, and a bundle for whoever has to find out."""
 
+import contextlib
 import io
 import json
 import platform
@@ -86,6 +87,9 @@ def doctor(
         try:
             _write(bundle, remote, models, config_file, findings)
         except OSError as error:
+            with contextlib.suppress(OSError):
+                # half a bundle would be taken for a whole one
+                bundle.unlink(missing_ok=True)
             fail(f"{bundle} cannot be written: {error.strerror or error}", Exit.REFUSED, as_json=as_json)
     if as_json:
         told_ = [{"subject": f.subject, "words": f.words, "hint": f.hint} for f in findings]
@@ -108,7 +112,9 @@ def doctor(
 
 def _looked_over(body: dict[str, Any]) -> Iterator[Finding]:
     for warning in body.get("warnings", ()):
-        yield Finding("state folder", warning, "until then gates and leases end with the proxy")
+        yield Finding(
+            "state folder", warning, "see docs/operating.md; until then gates and leases end with the proxy"
+        )
     for model in body["models"]:
         name, backend, admission = model["id"], model["backend"], model["admission"]
         if model["state"] == "failed":

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from typing import Final
 
+import click
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -35,24 +36,36 @@ def show(
 ) -> None:
     """Print a table, or `empty` where it has no rows. Columns in `right` are flush right.
 
-    On a terminal the last column, which is the one of free text, is cut to what is left of the line.
+    On a terminal the last column, which is the one of free text, is cut to what is left of the line; elsewhere each
+    row is one line, however long.
     """
-    numbers, cells, target = set(right), [list(row) for row in rows], console()
+    numbers, cells, target = set(right), [[_printable(cell) for cell in row] for row in rows], console()
     if not cells:
         target.print(empty, markup=False)
         return
-    if target.is_terminal:
-        others = zip(*([*columns], *cells), strict=True)
-        taken = sum(max(map(len, column)) + 1 for column in list(others)[:-1])
-        room = max(_MIN_TEXT, target.width - taken)
-        for row in cells:
-            row[-1] = row[-1] if len(row[-1]) <= room else f"{row[-1][: room - 1]}…"
+    widths = [max(map(len, column)) for column in zip(*([*columns], *cells), strict=True)]
+    if not target.is_terminal:
+        for row in ([*columns], *cells):
+            parts = (
+                cell.rjust(width) if column in numbers else cell.ljust(width)
+                for column, cell, width in zip(columns, row, widths, strict=True)
+            )
+            click.echo(" ".join(parts).rstrip())
+        return
+    room = max(_MIN_TEXT, target.width - sum(widths[:-1]) - len(widths) + 1)
+    for row in cells:
+        row[-1] = row[-1] if len(row[-1]) <= room else f"{row[-1][: room - 1]}…"
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     for column in columns:
         table.add_column(column, overflow="fold", justify="right" if column in numbers else "left")
     for row in cells:
         table.add_row(*(Text(cell, style=_COLOURS.get(cell, "")) for cell in row))
     target.print(table)
+
+
+def _printable(text: str) -> str:
+    """Return a text without line ends and what terminals act on: reasons and errors come from elsewhere."""
+    return "".join(char if char.isprintable() else " " for char in text)
 
 
 def seconds(value: float | None) -> str:

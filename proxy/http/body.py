@@ -20,11 +20,11 @@ MAX_CONTAINERS: Final = 500_000
 holds the interpreter's lock, seconds in which no stream moves; no prompt comes near."""
 
 
-def check_length(request: web.BaseRequest, limit: int) -> None:
+def check_length(request: web.BaseRequest, limit: int, setting: str = " (server.max_body_bytes)") -> None:
     """Raise 413 when the announced length is over the cap: nothing needs to be read for that."""
     length = request.content_length
     if length is not None and length > limit:
-        raise _too_large(f"{length} bytes", limit)
+        raise _too_large(f"{length} bytes", limit, setting)
 
 
 async def read(request: web.Request, server: Server, upload: Upload) -> bytes:
@@ -88,7 +88,7 @@ async def _collect(request: web.Request, limit: int, upload: Upload) -> bytes:
     upload.add(len(first))
     if request.content.at_eof():
         if len(first) > limit:
-            raise _too_large("more", limit)
+            raise _too_large("more", limit, " (server.max_body_bytes)")
         return first
     parts = bytearray(first)
     while len(parts) <= limit:
@@ -97,12 +97,12 @@ async def _collect(request: web.Request, limit: int, upload: Upload) -> bytes:
             return bytes(parts)
         upload.add(len(data))
         parts += data
-    raise _too_large("more", limit)
+    raise _too_large("more", limit, " (server.max_body_bytes)")
 
 
-def _too_large(what: str, limit: int) -> ProxyError:
+def _too_large(what: str, limit: int, setting: str) -> ProxyError:
     return ProxyError(
         ErrorCode.REQUEST_TOO_LARGE,
-        f"the body is too large: {what}, at most {limit} bytes are accepted (server.max_body_bytes)",
+        f"the body is too large: {what}, at most {limit} bytes are accepted{setting}",
         headers={"Connection": "close"},
     )

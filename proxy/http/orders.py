@@ -74,7 +74,7 @@ class RouterOrder(BaseModel):
 
 async def read(request: web.Request, kind: type[_Order], server: Server) -> _Order:
     """Return the body as an order; no body is an empty one. Raises `ProxyError` naming the field."""
-    check_length(request, MAX_BYTES)
+    check_length(request, MAX_BYTES, " here")
     if request.headers.get("Content-Encoding", "identity").strip().lower() not in {"", "identity"}:
         raise ProxyError(ErrorCode.UNSUPPORTED_MEDIA_TYPE, "send the body uncompressed")
     data = bytearray()

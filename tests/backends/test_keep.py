@@ -328,6 +328,29 @@ async def test_with_keep_a_ready_engine_is_taken_over_and_serves(
 
 
 @pytest.mark.engine
+async def test_an_engine_that_is_about_to_be_taken_over_can_be_forced(
+    fleets, engine_binary, own_model, tmp_path
+):
+    """Before the new proxy has even claimed it, while its binary is being looked at: a force ends it all the same."""
+    pid = await killed_proxy(engine_binary, own_model, tmp_path / "state", "keep", "ready")
+    state = StateDir.open(tmp_path / "state")
+    fleet, _ = fleets(models(own_model, "keep"), engine_binary, state=state)
+    runner, looked_at = fleet._runners["m"], asyncio.Event()
+
+    async def endless(_model):
+        looked_at.set()
+        await asyncio.sleep(600)
+
+    runner._recipe = replace(runner._recipe, resolve=endless)
+    await fleet.start()
+    await asyncio.wait_for(looked_at.wait(), 10)
+    assert alive(pid)
+    report = await asyncio.wait_for(fleet.force("m"), 10)
+    assert report.clean and not alive(pid) and state.names("runs") == ()
+    await fleet.stop(5)
+
+
+@pytest.mark.engine
 async def test_an_adopted_engine_that_dies_is_noticed_and_restarted(
     fleets, engine_binary, own_model, tmp_path
 ):

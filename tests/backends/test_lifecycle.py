@@ -184,6 +184,19 @@ def test_a_gate_set_while_stopping_refuses_the_load_that_waited():
     assert life.operational is S.UNLOADED and effects[-1] == LoadRefused(AdminState.BLOCKED, "x")
 
 
+def test_an_operators_load_that_waits_for_a_stop_passes_a_gate_though_a_request_asked_first():
+    life, _ = run(
+        *READY,
+        StopAsked(Cause.FORCE),
+        LoadAsked(Cause.REQUEST),
+        LoadAsked(Cause.OPERATOR),
+        LoadAsked(Cause.REQUEST),
+        AdminSet(AdminState.BLOCKED, "x"),
+        Stopped(2),
+    )
+    assert (life.operational, life.cause) == (S.STARTING, Cause.OPERATOR)
+
+
 @pytest.mark.parametrize(
     "event", [Started(0), BecameReady(0), LoadFailed(0), Exited(0), Stopped(0), RetryDue(0)]
 )

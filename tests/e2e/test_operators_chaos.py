@@ -22,6 +22,8 @@ pytestmark = pytest.mark.engine
 
 NAMES = ("a", "b")
 GRACE_S = 1.0
+BUSY_S = 5.0
+"""What a machine that does much else may add: the bound itself is shown by the tests of single forces."""
 AT_ONCE = 24
 """Requests alive at a time: enough to fill both models' slots and queues."""
 KNOWN = {
@@ -113,7 +115,7 @@ class Storm:
     async def force(self, name: str) -> None:
         order = {"force": True, "then": self.rng.choice(["open", "open", "block"]), "reason": "chaos"}
         status, answer = await self.ask("POST", f"/api/models/{name}/unload", order)
-        assert answer["seconds"] < GRACE_S + 2 and answer["unsettled"] == [], answer
+        assert answer["seconds"] < GRACE_S + 2 + BUSY_S and answer["unsettled"] == [], answer
         # a busy kernel may take longer to clear a killed process away: said, and true soon
         assert (status == 200) is answer["ok"] is (not answer["left"]), answer
         async with asyncio.timeout(30):

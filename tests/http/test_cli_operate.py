@@ -6,7 +6,7 @@ import tarfile
 
 from proxy.cli.doctor import without_secrets
 from proxy.cli.follow import describe
-from proxy.cli.tables import seconds, size
+from proxy.cli.tables import seconds, show, size
 
 from .test_cli_requests import run
 from .test_operate import proxy
@@ -177,3 +177,18 @@ def test_words_of_progress_and_numbers():
         "3.4 MB",
         "5.60 GB",
     ]
+
+
+def test_a_table_in_a_pipe_has_a_line_for_each_row(capsys):
+    """However long its last cell is, and whatever a reason holds."""
+    long = "no such file " * 60
+    show(
+        ("model", "n", "note"),
+        [("m", "1", long), ("other", "12", "two\nlines \x1b[31mred")],
+        "none",
+        right=("n",),
+    )
+    out = capsys.readouterr().out.splitlines()
+    assert out == ["model  n note", f"m      1 {long.rstrip()}", "other 12 two lines  [31mred"]
+    show(("model",), [], "no models are configured")
+    assert capsys.readouterr().out == "no models are configured\n"

@@ -1,0 +1,96 @@
+"""How the backend of one model goes: what served is put down, what was loading is given up, what is kept is let go of.
+
+Sockets are closed first: llama-server does not end while a client stays connected to it.
+"""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from proxy import logs
+from proxy.backends.bringup import Progress, Recipe, Running
+from proxy.backends.live import Live, end
+from proxy.backends.process import EngineProcess, StopReport
+from proxy.backends.runrecord import RunRecord
+from proxy.errors import ProxyError
+
+_log = logs.get("backends")
+
+
+@dataclass(frozen=True, slots=True)
+class Remains:
+    """What a stop finds: a backend that served, or an attempt to load and how far it is.
+
+    `left` is the record of a process of an earlier proxy that may not have been taken over yet.
+    """
+
+    live: Live | None
+    trying: "asyncio.Task[Running | None] | None"
+    progress: Progress | None
+    left: RunRecord | None
+
+    @property
+    def process(self) -> EngineProcess | None:
+        """The process, where there is one."""
+        if self.live is not None:
+            return self.live.running.process
+        return self.progress.process if self.progress is not None else None
+
+
+async def end_all(
+    recipe: Recipe, there: Remains, error: ProxyError, *, grace_s: Callable[[], float], shutdown: bool
+) -> StopReport | None:
+    """End what is there; `error` is for whoever still has a connection. Never raises: the report says what is left.
+
+    `shutdown` leaves a kept backend running. `grace_s` is asked when it is needed: it may have been shortened.
+    """
+    try:
+        if there.live is not None:
+            return await _put_down(recipe, there.live, error, grace_s, shutdown=shutdown)
+        report = None
+        if there.trying is not None:
+            report = await _give_up(recipe, there.trying, there.progress, error)
+        return await _not_left(recipe, there.left, report)
+    except Exception:
+        # whatever it was: a model that stays in `stopping` could never be loaded or unloaded again
+        process = there.process
+        left = (process.pid,) if process is not None and process.code is None else ()
+        _log.exception("a stop failed", model=recipe.name, left=left)
+        return StopReport(None, (), left)
+
+
+async def _put_down(
+    recipe: Recipe, live: Live, error: ProxyError, grace_s: Callable[[], float], *, shutdown: bool
+) -> StopReport | None:
+    """End a backend that served, or let go of one that is kept."""
+    try:
+        await live.let_go(error)
+    except Exception:
+        # it is the process that matters
+        _log.exception("connections were not closed", model=recipe.name)
+    if shutdown and live.kept:
+        await live.detach()
+        return None
+    return await end(recipe, live.running, grace_s())
+
+
+async def _give_up(
+    recipe: Recipe, trying: "asyncio.Task[Running | None]", progress: Progress | None, error: ProxyError
+) -> StopReport | None:
+    """End an attempt to load, and whatever it had started."""
+    trying.cancel()
+    await asyncio.wait((trying,))
+    late = None if trying.cancelled() or trying.exception() else trying.result()
+    if late is not None:
+        await late.client.close(error.message)
+        return await end(recipe, late, 0)
+    if progress is not None and progress.process is not None:
+        return await progress.process.kill()
+    return None
+
+
+async def _not_left(recipe: Recipe, record: RunRecord | None, report: StopReport | None) -> StopReport | None:
+    """End what an earlier proxy had left running and this one had not claimed yet."""
+    if record is None or record not in recipe.runs.known(recipe.name):
+        return report
+    return StopReport(None, (), await recipe.runs.reap(record, [record.pid]))
