@@ -121,10 +121,10 @@ class Admission:
     def submit(self, spec: TicketSpec) -> Ticket:
         """Take a request in; raises the `ProxyError` of its refusal.
 
-        An id that a live ticket already has gets a suffix (`Ticket.id` tells).
+        An id that is in use already gets a suffix (`Ticket.id` tells).
         """
         wanted = spec.id
-        while spec.id in self._state.tickets:
+        while self._state.taken(spec.id):
             spec = replace(spec, id=f"{wanted}-{next(self._copies)}")
         effects = step(self._state, Arrived(spec), self._clock())
         entry = self._state.tickets.get(spec.id)

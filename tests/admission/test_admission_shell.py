@@ -494,6 +494,24 @@ async def test_a_recalled_ticket_may_just_leave(make):
     assert empty(admission)
 
 
+async def test_an_id_is_not_given_again_while_an_engine_holds_a_recalled_grant_of_it(make):
+    """A client whose request was recalled leaves and comes back under its own id before the engine let go."""
+    admission, first, standby, urgent = await recalled_standby(make)
+    standby.requeue()
+    standby.release(Outcome.CANCELLED)
+    again = admission.submit(spec("b"))
+    urgent.release(Outcome.CANCELLED)
+    first.release(Outcome.COMPLETED)
+    granted = await asyncio.wait_for(again.granted(), DEADLINE_S)
+    assert granted.tag not in {"b.1", "a.1", "c.1"}
+    again.release(Outcome.COMPLETED)
+    await asyncio.sleep(0.001)
+    admission.snapshot(idle(admission, 1))
+    assert empty(admission)
+    assert admission.submit(spec("b")).id == "b"
+    admission.end_model("m", ProxyError(ErrorCode.MODEL_UNLOADED, "over"))
+
+
 async def test_an_ended_ticket_cannot_be_requeued(make):
     admission, first, standby, urgent = await recalled_standby(make)
     admission.cancel("b", ProxyError(ErrorCode.CANCELLED_BY_OPERATOR, "enough"))
