@@ -38,12 +38,11 @@ _CONTENT: Final[Mapping[Shape, re.Pattern[bytes]]] = {
     Shape.TRANSCRIPT: re.compile(rb'"type": ?"transcript\.text\.delta"'),
 }
 
+# `response_fields` may leave any field out of the native final event, and each of several prompts has one
 _END: Final[Mapping[Shape, re.Pattern[bytes]]] = {
-    Shape.CHAT: re.compile(rb"data: ?\[DONE\]"),
-    Shape.TEXT: re.compile(rb"data: ?\[DONE\]"),
-    Shape.TRANSCRIPT: re.compile(rb"data: ?\[DONE\]"),
-    # `response_fields` may leave any field out of the native final event
-    Shape.NATIVE: re.compile(rb""),
+    Shape.CHAT: re.compile(rb"(?:^|[\r\n])data: ?\[DONE\]"),
+    Shape.TEXT: re.compile(rb"(?:^|[\r\n])data: ?\[DONE\]"),
+    Shape.TRANSCRIPT: re.compile(rb"(?:^|[\r\n])data: ?\[DONE\]"),
     Shape.RESPONSES: re.compile(rb'"type": ?"response\.(?:completed|incomplete|failed)"'),
     Shape.MESSAGES: re.compile(rb'"type": ?"message_stop"'),
 }
@@ -156,11 +155,18 @@ def ending(last: bytes, shape: Shape) -> Ending:
     """Tell a finished stream from one that only stopped; `last` is the last piece that was sent.
 
     llama-server ends a stream it gives up (while it shuts down) with a proper last chunk and without
-    the event that every whole stream of its kind ends with.
+    the event that every whole stream of its kind ends with; a native stream has no such event.
     """
-    if _END[shape].search(last):
+    if finished(last, shape):
         return Ending.WHOLE
-    return Ending.ERROR if _ERROR.search(last) else Ending.CUT
+    if _ERROR.search(last):
+        return Ending.ERROR
+    return Ending.CUT if shape in _END else Ending.WHOLE
+
+
+def finished(last: bytes, shape: Shape) -> bool:
+    """Whether the last piece that was sent has the event after which nothing can come."""
+    return shape in _END and _END[shape].search(last) is not None
 
 
 @dataclass(frozen=True, slots=True)

@@ -272,7 +272,12 @@ class Flight:
             )
             reply.last_write = ctx.clock()
             self._sink = events
-            await exchange.attach(events)
+            try:
+                await exchange.attach(events)
+            except UpstreamDied:
+                # who has the last event has the answer, whatever became of the connection
+                if not events.whole:
+                    raise
             self._complete = True
             match await events.finish():
                 case Ending.WHOLE:

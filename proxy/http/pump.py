@@ -9,7 +9,7 @@ from proxy.clock import Clock
 from proxy.http.call import Call
 from proxy.http.reply import Reply
 from proxy.metrics import Metrics
-from proxy.sse import Ending, Shape, Splitter, UsageMeter, content_chunks, ending
+from proxy.sse import Ending, Shape, Splitter, UsageMeter, content_chunks, ending, finished
 
 WINDOW: Final = 8 * 1024
 """Bytes kept from both ends of a plain JSON body, where llama-server puts `usage` and `timings`."""
@@ -44,6 +44,11 @@ class EventSink:
     def on_boundary(self) -> bool:
         """Whether an event may be injected after what was sent."""
         return self._splitter.on_boundary
+
+    @property
+    def whole(self) -> bool:
+        """Whether the event that ends a stream of this kind was passed, and nothing behind it."""
+        return not self._splitter.held and finished(self._last, self._shape)
 
     async def write(self, data: bytes) -> None:
         """Take one read of the upstream."""

@@ -16,7 +16,7 @@ BEHAVIOUR: dict[str, Any] = {
     "pace_ms": 0,
     "prefill_ms": 0,
     "status": 200,
-    "die": "",  # "", "before_head", "after_head", "mid_event", "mid_body", "early_end", "error_event"
+    "die": "",  # "", "before_head", "after_head", "mid_event", "mid_body", "early_end", "error_event", "after_all"
     "die_after": 2,
     "pause_after": 0,
     "pause_ms": 0,
@@ -117,7 +117,8 @@ class PacedEngine:
         except (ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
             pass
         finally:
-            writer.transport.abort()
+            # close, not abort: what was written may still be on its way
+            writer.close()
             self._tasks.discard(task)
 
     async def _answer(self, seen: Seen, writer: asyncio.StreamWriter) -> bool:
@@ -164,6 +165,8 @@ class PacedEngine:
                 await asyncio.sleep(want["pause_ms"] / 1000)
             if want["pace_ms"]:
                 await asyncio.sleep(want["pace_ms"] / 1000)
+        if want["die"] == "after_all":
+            return False
         writer.write(b"0\r\n\r\n")
         await writer.drain()
         return True

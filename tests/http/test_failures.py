@@ -61,7 +61,28 @@ async def test_a_stream_that_only_stops_is_told_from_a_finished_one(path):
         assert h.outcomes()["failed"] == 1
 
 
-@pytest.mark.parametrize("path", [CHAT, "/v1/messages", "/v1/responses"])
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions", "/v1/messages", "/v1/responses"])
+async def test_who_has_the_last_event_has_its_answer(path):
+    """The connection is lost behind the last event: nothing is missing, and nothing may follow it."""
+    async with house() as h, aiohttp.ClientSession(h.base) as client:
+        async with client.post(path, json=chat(True, die="after_all")) as answer:
+            assert await answer.read() == bytes(h.engine.requests[0].sent)
+        await until(lambda: h.live() == 0)
+        assert h.outcomes()["completed"] == 1
+        assert h.sample("generated_tokens_total", model="demo", key="other") > 0
+
+
+async def test_a_native_stream_that_is_lost_never_looks_whole():
+    """Its last event is not told from another one's of several prompts."""
+    async with house() as h, aiohttp.ClientSession(h.base) as client:
+        async with client.post("/completion", json=chat(True, die="after_all")) as answer:
+            body = await answer.read()
+        assert last_event(body)[1]["error"]["code"] == "upstream_error"
+        await until(lambda: h.live() == 0)
+        assert h.outcomes()["failed"] == 1
+
+
+@pytest.mark.parametrize("path", [CHAT, "/completion", "/v1/messages", "/v1/responses"])
 async def test_the_engines_own_error_event_passes_unchanged_and_counts_as_a_failure(path):
     async with house() as h, aiohttp.ClientSession(h.base) as client:
         async with client.post(path, json=chat(True, die="error_event", die_after=4)) as answer:
