@@ -63,6 +63,22 @@ def test_queue_timeout(start: Callable[..., Proxy], zoo: Callable[[str], Path]) 
     until("nothing is left", lambda: nothing_left(proxy))
 
 
+def test_queue_timeout_goes_on_behind_the_slots(start: Callable[..., Proxy], zoo: Callable[[str], Path]) -> None:
+    """The engine's own queue is a queue: the standby is told why it waits, and not for longer than allowed."""
+    config = one_slot(zoo("llama-mid"), {}, {"queue_timeout_s": 2, "keepalive_s": 0.3})
+    proxy = start({**config, "engine": {"phase_policy": "drain"}})
+    running = begun(ask(proxy, 10_000))
+    standby = ask(proxy, 4)
+    assert standby.head() == 200
+    events = standby.rest()
+    assert b": native_queued reason=cohort_sealed" in events
+    assert data(events[-1])["error"]["code"] == "queue_timeout"
+    assert proxy.metric("llama_proxy_hold_seconds_total", model="m", reason="cohort_sealed") > 1
+    assert data(running.event())
+    running.close()
+    until("nothing is left", lambda: nothing_left(proxy))
+
+
 def test_first_token_timeout(start: Callable[..., Proxy], demo_model: Path) -> None:
     """A prompt that takes longer than allowed is given up in the engine, too. (The engine begins a stream with
     the prompt, so a streaming client is told in the stream.)"""
