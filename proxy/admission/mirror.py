@@ -46,8 +46,8 @@ def reflect(state: State, room: Room, snapshot: Snapshot, now: float) -> list[Ef
         seen = best.get(charge.tag)
         if seen is None:
             if full and entry.state is TicketState.GRANTED and charge.cost > 0 and not entry.committed:
-                reason = Reason.COHORT_SEALED if ledger.phased else Reason.NO_FREE_SLOT
-                effects += life.move(entry, TicketState.NATIVE_QUEUED, reason, now)
+                behind = Reason.COHORT_SEALED if ledger.phased else Reason.NO_FREE_SLOT
+                effects += life.move(entry, TicketState.NATIVE_QUEUED, behind, now)
             continue
         target = _STATE_OF_MEMBER[seen.member]
         if target is None or entry.state is TicketState.CANCELLING:

@@ -437,7 +437,9 @@ def test_queue_time_goes_on_in_the_engines_queue():
     assert s.outcomes["c"] is Outcome.EXPIRED
 
 
-@pytest.mark.parametrize(("policy", "reason"), [(DRAIN, Reason.COHORT_SEALED), (PhasePolicy.MIXED, Reason.NO_FREE_SLOT)])
+@pytest.mark.parametrize(
+    ("policy", "reason"), [(DRAIN, Reason.COHORT_SEALED), (PhasePolicy.MIXED, Reason.NO_FREE_SLOT)]
+)
 def test_who_waits_for_a_slot_in_the_engine_says_so_and_has_a_deadline(policy, reason):
     """A standby, or one that came beside a stranger, has no slot: every slot is another's."""
     s = Scene(queue_timeout_s=10.0, stale_after_s=100.0).ready(slots=1, policy=policy)

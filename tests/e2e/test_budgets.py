@@ -63,7 +63,9 @@ def test_queue_timeout(start: Callable[..., Proxy], zoo: Callable[[str], Path]) 
     until("nothing is left", lambda: nothing_left(proxy))
 
 
-def test_queue_timeout_goes_on_behind_the_slots(start: Callable[..., Proxy], zoo: Callable[[str], Path]) -> None:
+def test_queue_timeout_goes_on_behind_the_slots(
+    start: Callable[..., Proxy], zoo: Callable[[str], Path]
+) -> None:
     """The engine's own queue is a queue: the standby is told why it waits, and not for longer than allowed."""
     config = one_slot(zoo("llama-mid"), {}, {"queue_timeout_s": 2, "keepalive_s": 0.3})
     proxy = start({**config, "engine": {"phase_policy": "drain"}})

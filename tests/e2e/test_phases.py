@@ -67,7 +67,9 @@ def test_the_standby_waits_natively_and_the_rest_waits_here(phased: Proxy) -> No
     assert view["charged"] == 3
     assert view["slots"] == 2
     assert sum(view["reasons"].values()) == 3
-    until("the standby says so", lambda: {"state": "native_queued", "reason": "cohort_sealed"} in places(phased))
+    until(
+        "the standby says so", lambda: {"state": "native_queued", "reason": "cohort_sealed"} in places(phased)
+    )
     for stream in running:
         stream.close()
     for stream in waiting:
