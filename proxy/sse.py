@@ -38,15 +38,15 @@ _CONTENT: Final[Mapping[Shape, re.Pattern[bytes]]] = {
     Shape.TRANSCRIPT: re.compile(rb'"type": ?"transcript\.text\.delta"'),
 }
 
-# `response_fields` may leave any field out of the native final event, and each of several prompts has one
 _END: Final[Mapping[Shape, re.Pattern[bytes]]] = {
     Shape.CHAT: re.compile(rb"(?:^|[\r\n])data: ?\[DONE\]"),
     Shape.TEXT: re.compile(rb"(?:^|[\r\n])data: ?\[DONE\]"),
     Shape.TRANSCRIPT: re.compile(rb"(?:^|[\r\n])data: ?\[DONE\]"),
+    Shape.NATIVE: re.compile(rb'"stop": ?true'),
     Shape.RESPONSES: re.compile(rb'"type": ?"response\.(?:completed|incomplete|failed)"'),
     Shape.MESSAGES: re.compile(rb'"type": ?"message_stop"'),
 }
-_ERROR: Final = re.compile(rb'^(?:data: ?\{"error"|event: ?error)', re.MULTILINE)
+_ERROR: Final = re.compile(rb'(?:^|[\r\n])(?:data: ?\{"error"|event: ?error)')
 
 _OBJECT: Final = rb"(\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\})"
 _USAGE: Final = re.compile(rb'"usage": ?' + _OBJECT)
@@ -151,22 +151,18 @@ class Ending(StrEnum):
     CUT = "cut"
 
 
-def ending(last: bytes, shape: Shape) -> Ending:
+def ending(last: bytes, shape: Shape, *, marked: bool = True) -> Ending:
     """Tell a finished stream from one that only stopped; `last` is the last piece that was sent.
 
     llama-server ends a stream it gives up (while it shuts down) with a proper last chunk and without
-    the event that every whole stream of its kind ends with; a native stream has no such event.
+    the event that every whole stream of its kind ends with. `marked` is false where the client asked for
+    events that cannot tell (native `response_fields`): then any event may be the last.
     """
-    if finished(last, shape):
+    if _END[shape].search(last):
         return Ending.WHOLE
     if _ERROR.search(last):
         return Ending.ERROR
-    return Ending.CUT if shape in _END else Ending.WHOLE
-
-
-def finished(last: bytes, shape: Shape) -> bool:
-    """Whether the last piece that was sent has the event after which nothing can come."""
-    return shape in _END and _END[shape].search(last) is not None
+    return Ending.CUT if marked or not last else Ending.WHOLE
 
 
 @dataclass(frozen=True, slots=True)

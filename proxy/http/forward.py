@@ -267,16 +267,14 @@ class Flight:
         shape = self._plan.endpoint.shape
         if shape is not None and head.status == 200 and _is_events(head):
             await reply.begin_sse(head)
-            events = EventSink(
-                Passage(reply, call, ticket, self._facts.prompts), shape, ctx.metrics, ctx.clock
-            )
+            events = EventSink(Passage(reply, call, ticket, self._facts), shape, ctx.metrics, ctx.clock)
             reply.last_write = ctx.clock()
             self._sink = events
             try:
                 await exchange.attach(events)
             except UpstreamDied:
                 # who has the last event has the answer, whatever became of the connection
-                if not events.whole:
+                if not events.over:
                     raise
             self._complete = True
             match await events.finish():
@@ -297,7 +295,7 @@ class Flight:
             if head.status >= 400:
                 self._refused = f"engine_{head.status}"
             await reply.begin_plain(head)
-            plain = PlainSink(Passage(reply, call, ticket, self._facts.prompts), ctx.clock)
+            plain = PlainSink(Passage(reply, call, ticket, self._facts), ctx.clock)
             self._sink = plain
             await exchange.attach(plain)
             self._complete = True
