@@ -76,7 +76,7 @@ async def test_who_has_the_last_event_has_its_answer(path):
 async def test_a_last_event_that_is_too_long_to_hold_back_is_no_cut(monkeypatch):
     monkeypatch.setattr(Splitter.__init__, "__defaults__", (50_000,))
     async with house() as h, aiohttp.ClientSession(h.base) as client:
-        body = chat(True, tokens=0, pad=300_000)
+        body = chat(True, tokens=0, pad=3_000_000)
         async with client.post("/completion", json=body) as answer:
             assert await answer.read() == bytes(h.engine.requests[0].sent)
         await until(lambda: h.live() == 0)
