@@ -316,9 +316,13 @@ class Flight:
             self._exchange.close()
 
     async def _tell(self, error: ProxyError) -> None:
-        on_boundary = not isinstance(self._sink, EventSink) or self._sink.on_boundary
+        events = self._sink if isinstance(self._sink, EventSink) else None
         with contextlib.suppress(ConnectionError):
-            await self._reply.fail(error, on_boundary=on_boundary)
+            if events is not None and events.over:
+                # the client has its answer, which nothing may follow
+                await self._reply.last_event(b"")
+            else:
+                await self._reply.fail(error, on_boundary=events is None or events.on_boundary)
 
     async def _cause(self, died: UpstreamDied, ticket: Ticket) -> ProxyError:
         """Return why the exchange failed: what admission knows, else the bare fact."""

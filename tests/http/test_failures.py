@@ -91,6 +91,17 @@ async def test_an_engines_error_is_told_once_though_its_connection_is_lost_behin
         assert h.outcomes()["failed"] == 1
 
 
+async def test_an_order_behind_the_last_event_says_nothing_more():
+    async with house() as h, aiohttp.ClientSession(h.base) as client:
+        async with client.post(CHAT, json=chat(True, tokens=2, pause_after=4, pause_ms=60_000)) as answer:
+            read = await answer.content.readuntil(b"[DONE]\n\n")
+            h.admission.end_model("demo", ProxyError(ErrorCode.MODEL_UNLOADED, "unloaded"))
+            read += await asyncio.wait_for(answer.read(), 5)
+            assert read == bytes(h.engine.requests[0].sent)
+        await until(lambda: h.live() == 0)
+        await asyncio.wait_for(h.engine.requests[0].gone.wait(), 5)
+
+
 async def test_a_native_stream_of_several_prompts_that_is_lost_never_looks_whole():
     """Each prompt has a last event of its own."""
     async with house() as h, aiohttp.ClientSession(h.base) as client:
