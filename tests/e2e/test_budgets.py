@@ -121,6 +121,28 @@ def test_load_timeout(start: Callable[..., Proxy], tmp_path: Path) -> None:
     until("nothing is left", lambda: proxy.metric("llama_proxy_requests_inflight") == 0)
 
 
+def test_gate_hold_timeout(start: Callable[..., Proxy], zoo: Callable[[str], Path]) -> None:
+    """Who is held by a gate learns of it in bounded time, in the stream or with a status; who runs goes on."""
+    proxy = start(one_slot(zoo("llama-mid"), {}, {"gate_hold_max_s": 1, "keepalive_s": 0.2}))
+    running = begun(ask(proxy, 10_000))
+    assert (
+        proxy.post("/api/models/m/gate", {"state": "blocked", "reason": "new driver", "mode": "hold"})[0]
+        == 200
+    )
+    held = ask(proxy, 4)
+    assert held.head() == 200
+    events = held.rest()
+    assert events[0].startswith(b": queued position=1 reason=gate_blocked")
+    assert data(events[-1])["error"]["code"] == "gate_hold_timeout"
+    whole_one = ask(proxy, 4, stream=False)
+    assert whole_one.head() == 504
+    assert b'"gate_hold_timeout"' in whole_one.whole()
+    assert proxy.metric("llama_proxy_hold_seconds_total", model="m", reason="gate_blocked") >= 2
+    assert data(running.event())
+    running.close()
+    until("nothing is left", lambda: nothing_left(proxy))
+
+
 def test_a_stopped_engine_is_silence(start: Callable[..., Proxy], zoo: Callable[[str], Path]) -> None:
     """SIGSTOP in the middle of a stream: it ends with `inter_token_timeout`; when the engine goes on, nothing
     of it is left there."""
