@@ -148,14 +148,16 @@ def _waiting_rules(state: State, now: float) -> Iterator[str]:
     for entry in state.tickets.values():
         if entry.waiting != (id(entry) in queued):
             yield f"{entry.spec.id} is {entry.state} and {'not ' if entry.waiting else ''}in the queue"
-        if not entry.waiting:
-            continue
-        if entry.reason is None or entry.budget is None:
+        if entry.waiting and entry.reason is None:
             yield f"{entry.spec.id} waits without a reason"
+        if entry.budget is None:
             continue
         no_limit = off.get(entry.budget, state.limits.of(entry.spec.model).load_timeout_s is None)
         due = deadline(state, entry, now)
-        if due is None and not no_limit:
+        ledger = state.ledger_of(entry)
+        # what a mirror that went dark said of a granted one does not count
+        counted = entry.waiting or (ledger is not None and ledger.mirror(now).fresh and entry.outcome is None)
+        if due is None and counted and not no_limit:
             yield f"{entry.spec.id} waits without a deadline"
         if due is not None and (state.timer is None or state.timer > due):
-            yield f"{entry.spec.id} waits for {entry.reason} and no timer covers its deadline"
+            yield f"{entry.spec.id} waits for {entry.reason or entry.state} and no timer covers its deadline"
