@@ -40,6 +40,8 @@ class Client:
     def vanish(self, how: str) -> None:
         if how == "abort":
             self.writer.transport.abort()
+        elif how == "half":
+            self.writer.write_eof()
         else:
             self.writer.close()
 
@@ -48,7 +50,7 @@ def states(h: House) -> list[TicketState]:
     return [ticket.state for ticket in h.admission.tickets()]
 
 
-HOW = pytest.mark.parametrize("how", ["abort", "close"])
+HOW = pytest.mark.parametrize("how", ["abort", "close", "half"])
 STREAM = pytest.mark.parametrize("stream", [True, False])
 
 
