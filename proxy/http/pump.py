@@ -65,9 +65,10 @@ class EventSink:
             await self._send(whole, began)
 
     async def finish(self) -> Ending:
-        """Pass what an upstream that ended properly left without a last empty line; say how it ended."""
+        """Pass a last event that an upstream left without its empty line; say how the stream ended."""
         rest = self._splitter.finish()
-        if rest:
+        # half an event is of no use to anybody
+        if rest and ending(rest, self._shape, marked=self._marked) is not Ending.CUT:
             await self._send(rest, self._clock())
         self._call.usage = self._meter.usage
         return ending(self._last, self._shape, marked=self._marked)

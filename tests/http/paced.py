@@ -16,7 +16,7 @@ BEHAVIOUR: dict[str, Any] = {
     "pace_ms": 0,
     "prefill_ms": 0,
     "status": 200,
-    # before_head, after_head, mid_event, mid_body, early_end, error_event, error_event then lost, after_all
+    # before_head, after_head, mid_event, mid_body, early_end, half_end, error_event, error_event then lost, after_all
     "die": "",
     "die_after": 2,
     "pause_after": 0,
@@ -154,7 +154,9 @@ class PacedEngine:
                 await asyncio.sleep(0.02)
                 writer.transport.abort()
                 return False
-            if want["die"] == "early_end" and number == want["die_after"]:
+            if want["die"] in {"early_end", "half_end"} and number == want["die_after"]:
+                if want["die"] == "half_end":
+                    await _chunk(seen, writer, event[: len(event) // 2])
                 break
             if want["die"].startswith("error_event") and number == want["die_after"]:
                 name = "event: error\n" if path.endswith("/messages") else ""

@@ -20,7 +20,16 @@ from .world import House, house, settings, until
 VISITS = 250
 SEEDS = int(os.environ.get("HTTP_CHAOS_SEEDS", "3"))
 PATHS = ("/v1/chat/completions", "/v1/completions", "/completion", "/v1/messages", "/v1/responses")
-DEATHS = ("before_head", "after_head", "mid_event", "mid_body", "early_end", "error_event", "after_all")
+DEATHS = (
+    "before_head",
+    "after_head",
+    "mid_event",
+    "mid_body",
+    "early_end",
+    "half_end",
+    "error_event",
+    "after_all",
+)
 KEYS = ("k-a", "k-b", "k-c")
 LAST_S = 30.0
 

@@ -51,10 +51,11 @@ async def test_death_in_the_middle_of_an_event(path, ends):
 
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/completions", "/completion", "/v1/messages", "/v1/responses"])
-async def test_a_stream_that_only_stops_is_told_from_a_finished_one(path):
+@pytest.mark.parametrize("die", ["early_end", "half_end"])
+async def test_a_stream_that_only_stops_is_told_from_a_finished_one(path, die):
     """An engine that shuts down ends its chunks properly, without the last event of a whole stream."""
     async with house() as h, aiohttp.ClientSession(h.base) as client:
-        async with client.post(path, json=chat(True, die="early_end", die_after=4)) as answer:
+        async with client.post(path, json=chat(True, die=die, die_after=4)) as answer:
             body = await answer.read()
         whole_events(body)
         assert "without finishing" in json.dumps(last_event(body)[1])
