@@ -6,7 +6,7 @@ import random
 import pytest
 from admission_kit import backend, spec
 
-from proxy.admission import Admission
+from proxy.admission import Admission, views
 from proxy.admission.controller import limits_of
 from proxy.admission.events import Granted
 from proxy.errors import ErrorCode, ProxyError
@@ -491,6 +491,23 @@ async def test_a_recalled_ticket_may_just_leave(make):
     await asyncio.sleep(0.001)
     admission.snapshot(idle(admission, 1))
     urgent.release(Outcome.COMPLETED)
+    assert empty(admission)
+
+
+async def test_all_who_wait_may_ask_for_their_places_at_once(make, monkeypatch):
+    """Each comment names a place: the line is gone through once for all of them, and again when it changed."""
+    gone_through = []
+    places = views.places
+    monkeypatch.setattr(views, "places", lambda *about: gone_through.append(about) or places(*about))
+    admission = make(slots=1)
+    tickets = [admission.submit(spec(f"t{number}")) for number in range(20)]
+    assert [ticket.position for ticket in tickets] == list(range(20))
+    assert len(gone_through) == 1
+    tickets[0].release(Outcome.COMPLETED)
+    assert [ticket.position for ticket in tickets[1:]] == list(range(19))
+    assert len(gone_through) == 2
+    for ticket in tickets:
+        ticket.release(Outcome.CANCELLED)
     assert empty(admission)
 
 
