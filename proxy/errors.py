@@ -101,6 +101,17 @@ _ANTHROPIC_TYPES: dict[int, str] = {
 }
 
 
+NOT_AGAIN: frozenset[ErrorCode] = frozenset(
+    {
+        ErrorCode.CANCELLED_BY_OPERATOR,
+        ErrorCode.MODEL_UNLOADED,
+        ErrorCode.FIRST_TOKEN_TIMEOUT,
+        ErrorCode.TOTAL_TIMEOUT,
+    }
+)
+"""What the same request must not meet by itself again: somebody ended it, or it would take as long once more."""
+
+
 class ProxyError(Exception):
     """A failure with a place in the error table.
 

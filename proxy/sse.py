@@ -39,15 +39,14 @@ _CONTENT: Final[Mapping[Shape, re.Pattern[bytes]]] = {
 }
 
 _END: Final[Mapping[Shape, re.Pattern[bytes]]] = {
-    Shape.CHAT: re.compile(rb"data: ?\[DONE\]"),
-    Shape.TEXT: re.compile(rb"data: ?\[DONE\]"),
-    Shape.TRANSCRIPT: re.compile(rb"data: ?\[DONE\]"),
-    # `response_fields` may leave any field out of the native final event
-    Shape.NATIVE: re.compile(rb""),
+    Shape.CHAT: re.compile(rb"(?:^|[\r\n])data: ?\[DONE\]"),
+    Shape.TEXT: re.compile(rb"(?:^|[\r\n])data: ?\[DONE\]"),
+    Shape.TRANSCRIPT: re.compile(rb"(?:^|[\r\n])data: ?\[DONE\]"),
+    Shape.NATIVE: re.compile(rb'"stop": ?true'),
     Shape.RESPONSES: re.compile(rb'"type": ?"response\.(?:completed|incomplete|failed)"'),
     Shape.MESSAGES: re.compile(rb'"type": ?"message_stop"'),
 }
-_ERROR: Final = re.compile(rb'^(?:data: ?\{"error"|event: ?error)', re.MULTILINE)
+_ERROR: Final = re.compile(rb'(?:^|[\r\n])(?:data: ?\{"error"|event: ?error)')
 
 _OBJECT: Final = rb"(\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\})"
 _USAGE: Final = re.compile(rb'"usage": ?' + _OBJECT)
@@ -152,15 +151,18 @@ class Ending(StrEnum):
     CUT = "cut"
 
 
-def ending(last: bytes, shape: Shape) -> Ending:
+def ending(last: bytes, shape: Shape, *, marked: bool = True) -> Ending:
     """Tell a finished stream from one that only stopped; `last` is the last piece that was sent.
 
     llama-server ends a stream it gives up (while it shuts down) with a proper last chunk and without
-    the event that every whole stream of its kind ends with.
+    the event that every whole stream of its kind ends with. `marked` is false where the client asked for
+    events that cannot tell (native `response_fields`): then any event may be the last.
     """
     if _END[shape].search(last):
         return Ending.WHOLE
-    return Ending.ERROR if _ERROR.search(last) else Ending.CUT
+    if _ERROR.search(last):
+        return Ending.ERROR
+    return Ending.CUT if marked or not last else Ending.WHOLE
 
 
 @dataclass(frozen=True, slots=True)

@@ -110,6 +110,8 @@ class Admission:
         self._tickets: dict[str, Ticket] = {}
         self._copies = count(2)
         self._held: set[Ticket] = set()
+        self._places: dict[str, dict[str, int]] = {}
+        """Places in each model's queue, until something happens: all who wait ask, again and again."""
         self._drainers: list[tuple[str | None, asyncio.Future[None]]] = []
         self._timer: asyncio.TimerHandle | None = None
         self._log = logs.get("admission")
@@ -121,10 +123,10 @@ class Admission:
     def submit(self, spec: TicketSpec) -> Ticket:
         """Take a request in; raises the `ProxyError` of its refusal.
 
-        An id that a live ticket already has gets a suffix (`Ticket.id` tells).
+        An id that is in use already gets a suffix (`Ticket.id` tells).
         """
         wanted = spec.id
-        while spec.id in self._state.tickets:
+        while self._state.taken(spec.id):
             spec = replace(spec, id=f"{wanted}-{next(self._copies)}")
         effects = step(self._state, Arrived(spec), self._clock())
         entry = self._state.tickets.get(spec.id)
@@ -276,7 +278,13 @@ class Admission:
 
     def position(self, entry: Entry) -> int:
         """Return a waiting ticket's place (called by `Ticket`)."""
-        return views.position(self._state, entry, self._clock())
+        if not entry.waiting:
+            return 0
+        model = entry.spec.model
+        found = self._places.get(model)
+        if found is None:
+            found = self._places[model] = views.places(self._state, model, self._clock())
+        return found[entry.spec.id]
 
     def now(self) -> float:
         """Return the clock's time (called by `Ticket`)."""
@@ -289,6 +297,7 @@ class Admission:
 
     def _perform(self, effects: list[Effect]) -> None:
         """Perform effects; calls into the world come last, because they may post events of their own."""
+        self._places.clear()
         calls: list[Load | Poke] = []
         for effect in effects:
             match effect:

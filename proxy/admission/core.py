@@ -46,9 +46,9 @@ from proxy.types import BackendKey, Outcome, Snapshot, TicketState
 def step(state: State, event: Event, now: float) -> list[Effect]:
     """Apply one event at a time not before the last one's; return what is to be done, in order.
 
-    Raises `ValueError` for the arrival of an id that is alive, and changes nothing then.
+    Raises `ValueError` for the arrival of an id that is in use, and changes nothing then.
     """
-    if isinstance(event, Arrived) and event.spec.id in state.tickets:
+    if isinstance(event, Arrived) and state.taken(event.spec.id):
         raise ValueError(f"ticket {event.spec.id} is already here")
     rooms: dict[str, Room] = {}
     effects: list[Effect] = []

@@ -11,7 +11,7 @@ from proxy.types import AdminState, BackendKey, EngineInfo, Outcome, Reason, Sna
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """A request wants in. Its id must not be that of a live ticket."""
+    """A request wants in. Its id must not be in use (`State.taken`)."""
 
     spec: TicketSpec
 

@@ -67,6 +67,18 @@ class State:
             found = self.rooms[model] = Room(model)
         return found
 
+    def taken(self, ticket: str) -> bool:
+        """Whether an id is in use: by a live ticket, or by a grant that an engine has not let go of yet.
+
+        A recalled ticket can be gone before its old grant is: another one with its id would get its tag.
+        """
+        return ticket in self.tickets or any(
+            charge.ticket == ticket
+            for room in self.rooms.values()
+            for ledger in room.books.values()
+            for charge in ledger.charges.values()
+        )
+
     def waiting(self) -> Iterator[Entry]:
         """All waiting tickets of all models."""
         for room in self.rooms.values():

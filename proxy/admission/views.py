@@ -19,12 +19,11 @@ _SETTING = {
 _NOT_RUNNING = frozenset({TicketState.QUEUED, TicketState.CANCELLING, TicketState.DONE})
 
 
-def position(state: State, entry: Entry, now: float) -> int:
-    """Return a waiting ticket's 1-based place in its model's queue, 0 for one that does not wait."""
-    if not entry.waiting:
-        return 0
-    line = projected(state.room(entry.spec.model), state.limits, now)
-    return next(place for place, other in enumerate(line, start=1) if other is entry)
+def places(state: State, model: str, now: float) -> dict[str, int]:
+    """Return the 1-based places of a model's waiting tickets, by id."""
+    room = state.rooms.get(model)
+    line = () if room is None else projected(room, state.limits, now)
+    return {entry.spec.id: place for place, entry in enumerate(line, start=1)}
 
 
 def ticket_view(state: State, entry: Entry, place: int, now: float) -> TicketView:
@@ -59,15 +58,14 @@ def ticket_view(state: State, entry: Entry, place: int, now: float) -> TicketVie
 
 def ticket_views(state: State, now: float) -> list[TicketView]:
     """Return all live tickets: by model, running before waiting, each in order."""
-    places: dict[str, int] = {}
-    for room in state.rooms.values():
-        for place, entry in enumerate(projected(room, state.limits, now), start=1):
-            places[entry.spec.id] = place
+    found: dict[str, int] = {}
+    for model in state.rooms:
+        found |= places(state, model, now)
     ordered = sorted(
         state.tickets.values(),
-        key=lambda entry: (entry.spec.model, places.get(entry.spec.id, 0), entry.number),
+        key=lambda entry: (entry.spec.model, found.get(entry.spec.id, 0), entry.number),
     )
-    return [ticket_view(state, entry, places.get(entry.spec.id, 0), now) for entry in ordered]
+    return [ticket_view(state, entry, found.get(entry.spec.id, 0), now) for entry in ordered]
 
 
 def model_view(state: State, model: str, now: float) -> ModelAdmissionView:
@@ -148,14 +146,16 @@ def _waiting_rules(state: State, now: float) -> Iterator[str]:
     for entry in state.tickets.values():
         if entry.waiting != (id(entry) in queued):
             yield f"{entry.spec.id} is {entry.state} and {'not ' if entry.waiting else ''}in the queue"
-        if not entry.waiting:
-            continue
-        if entry.reason is None or entry.budget is None:
+        if entry.waiting and entry.reason is None:
             yield f"{entry.spec.id} waits without a reason"
+        if entry.budget is None:
             continue
         no_limit = off.get(entry.budget, state.limits.of(entry.spec.model).load_timeout_s is None)
         due = deadline(state, entry, now)
-        if due is None and not no_limit:
+        ledger = state.ledger_of(entry)
+        # what a mirror that went dark said of a granted one does not count
+        counted = entry.waiting or (ledger is not None and ledger.mirror(now).fresh and entry.outcome is None)
+        if due is None and counted and not no_limit:
             yield f"{entry.spec.id} waits without a deadline"
         if due is not None and (state.timer is None or state.timer > due):
-            yield f"{entry.spec.id} waits for {entry.reason} and no timer covers its deadline"
+            yield f"{entry.spec.id} waits for {entry.reason or entry.state} and no timer covers its deadline"

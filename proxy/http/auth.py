@@ -175,7 +175,7 @@ class Gatekeeper:
         foreign = (
             site == "cross-site"
             if origin is None
-            else urlsplit(origin).netloc.lower() != own and origin not in self._server.cors_origins
+            else _authority(origin) != own and origin not in self._server.cors_origins
         )
         if foreign:
             raise ProxyError(
@@ -189,6 +189,14 @@ class Gatekeeper:
                 ErrorCode.UNSUPPORTED_MEDIA_TYPE,
                 f"Content-Type {kind or '(none)'!r} is not accepted here: send application/json",
             )
+
+
+def _authority(origin: str) -> str | None:
+    """Return the host and port of a web origin, None for one that is none."""
+    try:
+        return urlsplit(origin).netloc.lower()
+    except ValueError:
+        return None
 
 
 def may_use(caller: Caller, model_id: str, model: Model) -> bool:

@@ -16,6 +16,7 @@ from proxy.errors import ErrorCode, ProxyError
 from proxy.http.endpoints import Endpoint, Media
 from proxy.http.limits import asked_in_form, asked_tokens, with_limit
 from proxy.http.prompt import MEDIA_BYTES, NO_PROMPT, Prompt, read_prompt
+from proxy.sse import Shape
 
 _BOUNDARY: Final = re.compile(r';\s*boundary=(?:"([^"]{1,70})"|([^\s;"]{1,70}))', re.IGNORECASE)
 _DISPOSITION: Final = re.compile(
@@ -52,6 +53,7 @@ class Facts:
     """What forwarding needs to know. `model` is as the client wrote it, None when it did not.
 
     `body` is what goes to the engine. `max_tokens` is the limit of one answer as `limits.asked_tokens` tells it.
+    `marked`: the last event of a stream is told from the others.
     """
 
     model: str | None
@@ -60,6 +62,7 @@ class Facts:
     body: Body
     prompt: Prompt = NO_PROMPT
     max_tokens: int | None = None
+    marked: bool = True
 
     @property
     def prompts(self) -> int:
@@ -123,6 +126,7 @@ def json_facts(endpoint: Endpoint, data: bytes) -> Facts:
         body=Body(data),
         prompt=read_prompt(endpoint, body, len(data)) if work.tasks else NO_PROMPT,
         max_tokens=asked_tokens(body, endpoint.shape),
+        marked=endpoint.shape is not Shape.NATIVE or not body.get("response_fields"),
     )
 
 

@@ -267,12 +267,15 @@ class Flight:
         shape = self._plan.endpoint.shape
         if shape is not None and head.status == 200 and _is_events(head):
             await reply.begin_sse(head)
-            events = EventSink(
-                Passage(reply, call, ticket, self._facts.prompts), shape, ctx.metrics, ctx.clock
-            )
+            events = EventSink(Passage(reply, call, ticket, self._facts), shape, ctx.metrics, ctx.clock)
             reply.last_write = ctx.clock()
             self._sink = events
-            await exchange.attach(events)
+            try:
+                await exchange.attach(events)
+            except UpstreamDied:
+                # who has the last event has the answer, whatever became of the connection
+                if not events.over:
+                    raise
             self._complete = True
             match await events.finish():
                 case Ending.WHOLE:
@@ -292,7 +295,7 @@ class Flight:
             if head.status >= 400:
                 self._refused = f"engine_{head.status}"
             await reply.begin_plain(head)
-            plain = PlainSink(Passage(reply, call, ticket, self._facts.prompts), ctx.clock)
+            plain = PlainSink(Passage(reply, call, ticket, self._facts), ctx.clock)
             self._sink = plain
             await exchange.attach(plain)
             self._complete = True
@@ -313,9 +316,13 @@ class Flight:
             self._exchange.close()
 
     async def _tell(self, error: ProxyError) -> None:
-        on_boundary = not isinstance(self._sink, EventSink) or self._sink.on_boundary
+        events = self._sink if isinstance(self._sink, EventSink) else None
         with contextlib.suppress(ConnectionError):
-            await self._reply.fail(error, on_boundary=on_boundary)
+            if events is not None and events.over:
+                # the client has its answer, which nothing may follow
+                await self._reply.last_event(b"")
+            else:
+                await self._reply.fail(error, on_boundary=events is None or events.on_boundary)
 
     async def _cause(self, died: UpstreamDied, ticket: Ticket) -> ProxyError:
         """Return why the exchange failed: what admission knows, else the bare fact."""

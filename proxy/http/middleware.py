@@ -1,6 +1,7 @@
 """Around every request: its id, the checks before any handler, errors in its dialect, its books."""
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Final
 
@@ -28,7 +29,10 @@ _REQUEST_FIELDS: Final = (
     "authorization, content-type, x-api-key, x-request-id, x-priority, x-keepalive, anthropic-version, "
     "anthropic-beta"
 )
-_EXPOSED: Final = "x-request-id, x-queue-wait-ms, x-backend, x-cohort-id, retry-after, retry-after-ms"
+_EXPOSED: Final = (
+    "x-request-id, x-queue-wait-ms, x-backend, x-cohort-id, x-should-retry, retry-after, retry-after-ms"
+)
+_FIELD: Final = re.compile(r"[a-z0-9_-]{1,64}")
 _STATUS_CLIENT_GONE: Final = 499
 
 
@@ -100,7 +104,7 @@ class Entry:
             check_raw(request.method, request.raw_path, version, request.raw_headers, self._header_limit)
             call.headers = self._cors(request)
             if request.method == "OPTIONS":
-                return self._preflight(request)
+                return self._preflight(request, "Access-Control-Allow-Origin" in call.headers)
             call.caller = self._keeper.check(request, area_of(request.path, request.raw_path))
             return await handler(request)
         except ProxyError as error:
@@ -134,7 +138,7 @@ class Entry:
             return {"Vary": "Origin"}
         return {"Access-Control-Allow-Origin": allowed, "Access-Control-Expose-Headers": _EXPOSED, **vary}
 
-    def _preflight(self, request: web.Request) -> web.Response:
+    def _preflight(self, request: web.Request, invited: bool) -> web.Response:
         failed = request.match_info.http_exception
         if isinstance(failed, web.HTTPNotFound) and request.raw_path != "*":
             raise ProxyError(ErrorCode.NOT_FOUND, f"there is no path {request.path!r}")
@@ -146,7 +150,17 @@ class Entry:
         headers: Mapping[str, str] = {
             "Allow": allowed,
             "Access-Control-Allow-Methods": allowed,
-            "Access-Control-Allow-Headers": _REQUEST_FIELDS,
+            "Access-Control-Allow-Headers": _fields(request) if invited else _REQUEST_FIELDS,
             "Access-Control-Max-Age": "600",
         }
         return web.Response(status=204, headers=headers)
+
+
+def _fields(request: web.Request) -> str:
+    """Return the request fields that a page of an allowed origin may send: those it asks for.
+
+    SDKs send a dozen of their own (`x-stainless-…`), other ones in each version.
+    """
+    asked = request.headers.get("Access-Control-Request-Headers", "").lower().split(",")
+    names = [name for name in map(str.strip, asked) if _FIELD.fullmatch(name)]
+    return ", ".join(names) or _REQUEST_FIELDS

@@ -50,10 +50,22 @@ async def abandon(opening: asyncio.Future[Exchange]) -> None:
 async def _withdrawn(opening: asyncio.Future[Exchange]) -> Exchange | None:
     """Cancel an opening; return the exchange when its head had come all the same."""
     opening.cancel()
-    await asyncio.wait({opening}, timeout=CLOSE_WAIT_S)
+    try:
+        await asyncio.wait({opening}, timeout=CLOSE_WAIT_S)
+    except BaseException:
+        opening.add_done_callback(_let_go)
+        raise
+    if not opening.done():
+        opening.add_done_callback(_let_go)
     if not opening.done() or opening.cancelled() or opening.exception() is not None:
         return None
     return opening.result()
+
+
+def _let_go(opening: asyncio.Future[Exchange]) -> None:
+    """Close what nobody waits for any more."""
+    if not opening.cancelled() and opening.exception() is None:
+        opening.result().close()
 
 
 async def _open(upstream: Upstream, request: UpstreamRequest) -> Exchange:

@@ -7,6 +7,7 @@ from typing import Final
 from proxy.admission import Ticket
 from proxy.clock import Clock
 from proxy.http.call import Call
+from proxy.http.facts import Facts
 from proxy.http.reply import Reply
 from proxy.metrics import Metrics
 from proxy.sse import Ending, Shape, Splitter, UsageMeter, content_chunks, ending
@@ -18,12 +19,12 @@ _SAMPLE: Final = 32
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """One response's way: to whom, recorded where, charged to which ticket, answering how many prompts."""
+    """One response's way: to whom, recorded where, charged to which ticket, answering what."""
 
     reply: Reply
     call: Call
     ticket: Ticket
-    prompts: int
+    facts: Facts
 
 
 class EventSink:
@@ -32,18 +33,29 @@ class EventSink:
     def __init__(self, way: Passage, shape: Shape, metrics: Metrics, clock: Clock) -> None:
         self._reply, self._call, self._ticket, self._shape = way.reply, way.call, way.ticket, shape
         self._clock = clock
+        self._facts = way.facts
         self._splitter = Splitter()
-        self._meter = UsageMeter(way.prompts)
+        self._meter = UsageMeter(way.facts.prompts)
         self._gap: Callable[[float], None] = metrics.chunk_gap.labels(way.call.model).observe
         self._own: Callable[[float], None] = metrics.overhead.labels("chunk").observe
         self._reads = 0
         self._last = b""
+        self._marked = way.facts.marked
         self.blocked = False
 
     @property
     def on_boundary(self) -> bool:
         """Whether an event may be injected after what was sent."""
         return self._splitter.on_boundary
+
+    @property
+    def over(self) -> bool:
+        """Whether an event was passed after which nothing can come.
+
+        A native stream of several tasks has a last event of each of them.
+        """
+        sole = self._shape is not Shape.NATIVE or self._facts.work.tasks == 1
+        return sole and not self._splitter.held and ending(self._last, self._shape) is not Ending.CUT
 
     async def write(self, data: bytes) -> None:
         """Take one read of the upstream."""
@@ -53,16 +65,19 @@ class EventSink:
             await self._send(whole, began)
 
     async def finish(self) -> Ending:
-        """Pass what an upstream that ended properly left without a last empty line; say how it ended."""
+        """Pass a last event that an upstream left without its empty line; say how the stream ended."""
         rest = self._splitter.finish()
-        if rest:
+        # half an event is of no use to anybody
+        if rest and ending(rest, self._shape, marked=self._marked) is not Ending.CUT:
             await self._send(rest, self._clock())
         self._call.usage = self._meter.usage
-        return ending(self._last, self._shape)
+        return ending(self._last, self._shape, marked=self._marked)
 
     async def _send(self, whole: bytes, began: float) -> None:
         self._reply.last_write = began
         self._last = whole
+        # the rest of an event that was too long to hold back says nothing of it
+        self._marked = self._marked and self._splitter.on_boundary
         fresh = content_chunks(whole, self._shape)
         if fresh:
             self._count(fresh, began)
@@ -98,7 +113,7 @@ class PlainSink:
     def __init__(self, way: Passage, clock: Clock) -> None:
         self._reply, self._call, self._ticket = way.reply, way.call, way.ticket
         self._clock = clock
-        self._meter = UsageMeter(way.prompts)
+        self._meter = UsageMeter(way.facts.prompts)
         self._head = b""
         self._tail = b""
         self.blocked = False

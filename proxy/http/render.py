@@ -6,7 +6,7 @@ from typing import Any
 import orjson
 from aiohttp import web
 
-from proxy.errors import SOURCE, ErrorCode, ProxyError, error_body, error_event
+from proxy.errors import NOT_AGAIN, SOURCE, ErrorCode, ProxyError, error_body, error_event
 from proxy.headers import retry_headers
 from proxy.sse import data_event
 from proxy.types import Dialect
@@ -25,6 +25,9 @@ def error_response(error: ProxyError, dialect: Dialect, request_id: str) -> web.
         content_type="application/json",
     )
     response.headers.update(retry_headers(error.retry_after_s))
+    if error.code in NOT_AGAIN:
+        # the SDKs of OpenAI and Anthropic send what failed with a 5xx again, twice, unless told so
+        response.headers["x-should-retry"] = "false"
     response.headers.update(error.headers)
     if error.headers.get("Connection") == "close":
         response.force_close()

@@ -21,7 +21,7 @@ LAST_WORD_S: Final = 1.0
 class Reply:
     """Writes to one client. `ConnectionError` from any write means that the client is gone."""
 
-    __slots__ = ("_call", "_request", "last_write", "response", "sse")
+    __slots__ = ("_call", "_ending", "_request", "last_write", "response", "sse")
 
     def __init__(self, request: web.Request, call: Call) -> None:
         self._request = request
@@ -29,6 +29,7 @@ class Reply:
         self.response: web.StreamResponse | None = None
         self.sse = False
         self.last_write = 0.0
+        self._ending = False
 
     @property
     def started(self) -> bool:
@@ -68,10 +69,13 @@ class Reply:
     async def finish(self) -> None:
         """End the body properly."""
         if self.response is not None:
+            self._ending = True
             await self.response.write_eof()
 
     async def keepalive(self, text: str) -> None:
-        """Send a comment, starting the stream when it has not begun."""
+        """Send a comment, starting the stream when it has not begun; nothing once its end is on the way."""
+        if self._ending:
+            return
         await self.begin_sse()
         await self.write(comment(text))
 
@@ -84,7 +88,8 @@ class Reply:
 
     async def last_event(self, event: bytes, on_boundary: bool = True) -> None:
         """Send one last event and end the stream, or tear the connection where that cannot be done."""
-        if not self.sse or not on_boundary:
+        if not self.sse or not on_boundary or self._ending:
+            # behind an end that still waits for the client, it would be read as the next answer
             self.abort()
             return
         try:

@@ -8,7 +8,7 @@ from proxy.errors import SOURCE, ErrorCode, ProxyError
 from proxy.headers import request_id
 from proxy.http import body
 from proxy.http.accounts import Accounts
-from proxy.http.auth import Gatekeeper
+from proxy.http.auth import Gatekeeper, area_of
 from proxy.http.budgets import Sweeper
 from proxy.http.desk import Desk
 from proxy.http.endpoints import INFERENCE, dialect_of
@@ -44,7 +44,7 @@ def make_http(ctx: HttpContext) -> web.Application:
     inference, models, health = Inference(ctx, sweeper, board), ModelList(ctx), Health(ctx)
     requests = Requests(ctx, board)
     events = Events(ctx, requests)
-    expect = _Expect(limit).answer
+    expect = _Expect(limit, entry.keeper).answer
     route = app.router.add_route
     get = app.router.add_get
     for path in INFERENCE:
@@ -106,8 +106,9 @@ def _operate(app: web.Application, ctx: HttpContext, control: Control) -> None:
 class _Expect:
     """The answer to `Expect`: no `100 Continue` for a body that would be refused anyway."""
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, keeper: Gatekeeper) -> None:
         self._limit = limit
+        self._keeper = keeper
 
     async def answer(self, request: web.Request) -> web.StreamResponse | None:
         refused = self._refusal(request)
@@ -128,6 +129,7 @@ class _Expect:
         if request.headers.get(hdrs.EXPECT, "").strip().lower() != "100-continue":
             return ProxyError(ErrorCode.INVALID_REQUEST, "only Expect: 100-continue is understood")
         try:
+            self._keeper.check(request, area_of(request.path, request.raw_path))
             body.check_length(request, self._limit)
         except ProxyError as error:
             return error

@@ -4,7 +4,7 @@ import pytest
 from admission_kit import Scene, backend, spec
 
 from proxy.admission.entry import TRANSITIONS, IllegalTransitionError
-from proxy.admission.events import Arrived, Configured, Granted, Load, Poke, Tick
+from proxy.admission.events import Arrived, Committed, Configured, Granted, Load, Poke, Tick
 from proxy.admission.records import Limits, Mirror, ModelLimits, make_tag
 from proxy.errors import ErrorCode
 from proxy.types import AdminState, EnginePhase, MemberState, Outcome, PhasePolicy, Reason, TicketState
@@ -435,6 +435,37 @@ def test_queue_time_goes_on_in_the_engines_queue():
     s.leave("c").wait(1).see("b.1")
     assert s.book.charged == 1
     assert s.outcomes["c"] is Outcome.EXPIRED
+
+
+@pytest.mark.parametrize(
+    ("policy", "reason"), [(DRAIN, Reason.COHORT_SEALED), (PhasePolicy.MIXED, Reason.NO_FREE_SLOT)]
+)
+def test_who_waits_for_a_slot_in_the_engine_says_so_and_has_a_deadline(policy, reason):
+    """A standby, or one that came beside a stranger, has no slot: every slot is another's."""
+    s = Scene(queue_timeout_s=10.0, stale_after_s=100.0).ready(slots=1, policy=policy)
+    s.arrive("a")
+    if policy is PhasePolicy.MIXED:
+        s.release("a")
+    s.arrive("b").wait(0.1)
+    assert (s.ticket_state("b"), s.reason("b")) == (TicketState.GRANTED, None)
+    s.see(("a.1", MemberState.GENERATE), total=1)
+    assert (s.ticket_state("b"), s.reason("b")) == (TicketState.NATIVE_QUEUED, reason)
+    s.wait(9.8).see(("a.1", MemberState.GENERATE), total=1)
+    assert s.ended == {}
+    s.wait(0.3)
+    assert s.ended == {"b": ErrorCode.QUEUE_TIMEOUT}
+    assert s.held("b")[reason] == pytest.approx(10.0)
+
+
+@pytest.mark.parametrize("how", ["on its way", "answered", "stock", "no slot taken"])
+def test_who_has_no_slot_and_does_not_wait_for_one_stays_granted(how):
+    s = Scene().ready(slots=1, policy=DRAIN).arrive("a").arrive("b", tasks=0 if how == "no slot taken" else 1)
+    asked = s.now
+    s.wait(0.1)
+    if how == "answered":
+        s.post(Committed("b"))
+    s.see("a.1", total=1, native=how != "stock", asked=asked - 0.1 if how == "on its way" else None)
+    assert s.ticket_state("b") is TicketState.GRANTED
 
 
 def test_bounds_of_the_queue():

@@ -8,7 +8,7 @@ import os
 from dataclasses import replace
 
 import pytest
-from admission_kit import backend, spec
+from admission_kit import Scene, backend, spec
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -637,3 +637,46 @@ EXAMPLES = int(os.environ.get("ADMISSION_EXAMPLES", "10000"))
 def test_no_history_breaks_a_rule(data):
     """Whatever happens, in whatever order: the ledger, the order, the places and the outcomes hold."""
     History(data).play()
+
+
+@settings(max_examples=max(1, EXAMPLES // 10), deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.binary(min_size=20, max_size=120))
+def test_ids_may_come_back_whatever_became_of_their_last_request(data):
+    """A few clients that always use the same ids, recalled, gone and back: none is in use twice, nothing is left."""
+    pick = Choices(data)
+    scene = Scene(age_after_s=None).ready(slots=2, policy=PhasePolicy.DRAIN).arrive("a").wait(0.1)
+    scene.see(("a.1", MemberState.GENERATE), total=2, phase=EnginePhase.GENERATE)
+    scene.arrive("b").arrive("c").wait(0.1)
+    scene.see(("a.1", MemberState.GENERATE), total=2, phase=EnginePhase.GENERATE).arrive("d", priority=10)
+    assert [name for name, entry in scene.state.tickets.items() if entry.recalling] == ["c"]
+    while pick.left:
+        scene.now += 0.01
+        tickets = scene.state.tickets
+        charges = list(scene.state.rooms["m"].books["b"].charges.values())
+        recalling = [name for name, entry in tickets.items() if entry.recalling]
+        back = [name for name, entry in tickets.items() if entry.recalls and entry.waiting]
+        match pick.number(9):
+            case 0 | 1 | 2:
+                name = pick.one("a", "b", "c", "d")
+                if not scene.state.taken(name):
+                    scene.arrive(name, priority=pick.one(0, 0, 10))
+            case 3 | 4 if recalling:
+                scene.post(Requeued(pick.one(*recalling)))
+            case 5 if back:
+                scene.leave(pick.one(*back))
+            case 6 if tickets:
+                scene.release(pick.one(*tickets))
+            case 7 if tickets:
+                scene.leave(pick.one(*tickets))
+            case _:
+                live = [charge.tag for charge in charges if charge.released_at is None]
+                keeps = [charge.tag for charge in charges if charge.recalled]
+                shown = [(tag, MemberState.GENERATE) for tag in live[:1]]
+                shown += [(tag, MemberState.QUEUED) for tag in (keeps if pick.chance(70) else [])[:1]]
+                scene.see(*shown, total=2, phase=EnginePhase.GENERATE if live else EnginePhase.IDLE)
+    for name in list(scene.state.tickets):
+        scene.leave(name)
+    scene.now += 1.0
+    scene.see(total=2)
+    assert scene.state.tickets == {}
+    assert scene.book.charged == 0

@@ -6,7 +6,7 @@ import random
 import pytest
 from admission_kit import backend, spec
 
-from proxy.admission import Admission
+from proxy.admission import Admission, views
 from proxy.admission.controller import limits_of
 from proxy.admission.events import Granted
 from proxy.errors import ErrorCode, ProxyError
@@ -492,6 +492,41 @@ async def test_a_recalled_ticket_may_just_leave(make):
     admission.snapshot(idle(admission, 1))
     urgent.release(Outcome.COMPLETED)
     assert empty(admission)
+
+
+async def test_all_who_wait_may_ask_for_their_places_at_once(make, monkeypatch):
+    """Each comment names a place: the line is gone through once for all of them, and again when it changed."""
+    gone_through = []
+    places = views.places
+    monkeypatch.setattr(views, "places", lambda *about: gone_through.append(about) or places(*about))
+    admission = make(slots=1)
+    tickets = [admission.submit(spec(f"t{number}")) for number in range(20)]
+    assert [ticket.position for ticket in tickets] == list(range(20))
+    assert len(gone_through) == 1
+    tickets[0].release(Outcome.COMPLETED)
+    assert [ticket.position for ticket in tickets[1:]] == list(range(19))
+    assert len(gone_through) == 2
+    for ticket in tickets:
+        ticket.release(Outcome.CANCELLED)
+    assert empty(admission)
+
+
+async def test_an_id_is_not_given_again_while_an_engine_holds_a_recalled_grant_of_it(make):
+    """A client whose request was recalled leaves and comes back under its own id before the engine let go."""
+    admission, first, standby, urgent = await recalled_standby(make)
+    standby.requeue()
+    standby.release(Outcome.CANCELLED)
+    again = admission.submit(spec("b"))
+    urgent.release(Outcome.CANCELLED)
+    first.release(Outcome.COMPLETED)
+    granted = await asyncio.wait_for(again.granted(), DEADLINE_S)
+    assert granted.tag not in {"b.1", "a.1", "c.1"}
+    again.release(Outcome.COMPLETED)
+    await asyncio.sleep(0.001)
+    admission.snapshot(idle(admission, 1))
+    assert empty(admission)
+    assert admission.submit(spec("b")).id == "b"
+    admission.end_model("m", ProxyError(ErrorCode.MODEL_UNLOADED, "over"))
 
 
 async def test_an_ended_ticket_cannot_be_requeued(make):

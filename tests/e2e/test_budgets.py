@@ -63,6 +63,24 @@ def test_queue_timeout(start: Callable[..., Proxy], zoo: Callable[[str], Path]) 
     until("nothing is left", lambda: nothing_left(proxy))
 
 
+def test_queue_timeout_goes_on_behind_the_slots(
+    start: Callable[..., Proxy], zoo: Callable[[str], Path]
+) -> None:
+    """The engine's own queue is a queue: the standby is told why it waits, and not for longer than allowed."""
+    config = one_slot(zoo("llama-mid"), {}, {"queue_timeout_s": 2, "keepalive_s": 0.3})
+    proxy = start({**config, "engine": {"phase_policy": "drain"}})
+    running = begun(ask(proxy, 10_000))
+    standby = ask(proxy, 4)
+    assert standby.head() == 200
+    events = standby.rest()
+    assert b": native_queued reason=cohort_sealed" in events
+    assert data(events[-1])["error"]["code"] == "queue_timeout"
+    assert proxy.metric("llama_proxy_hold_seconds_total", model="m", reason="cohort_sealed") > 1
+    assert data(running.event())
+    running.close()
+    until("nothing is left", lambda: nothing_left(proxy))
+
+
 def test_first_token_timeout(start: Callable[..., Proxy], demo_model: Path) -> None:
     """A prompt that takes longer than allowed is given up in the engine, too. (The engine begins a stream with
     the prompt, so a streaming client is told in the stream.)"""
@@ -101,6 +119,28 @@ def test_load_timeout(start: Callable[..., Proxy], tmp_path: Path) -> None:
     assert data(events[-1])["error"]["code"] == "load_timeout"
     assert ask(proxy, 4, stream=False).head() == 504
     until("nothing is left", lambda: proxy.metric("llama_proxy_requests_inflight") == 0)
+
+
+def test_gate_hold_timeout(start: Callable[..., Proxy], zoo: Callable[[str], Path]) -> None:
+    """Who is held by a gate learns of it in bounded time, in the stream or with a status; who runs goes on."""
+    proxy = start(one_slot(zoo("llama-mid"), {}, {"gate_hold_max_s": 1, "keepalive_s": 0.2}))
+    running = begun(ask(proxy, 10_000))
+    assert (
+        proxy.post("/api/models/m/gate", {"state": "blocked", "reason": "new driver", "mode": "hold"})[0]
+        == 200
+    )
+    held = ask(proxy, 4)
+    assert held.head() == 200
+    events = held.rest()
+    assert events[0].startswith(b": queued position=1 reason=gate_blocked")
+    assert data(events[-1])["error"]["code"] == "gate_hold_timeout"
+    whole_one = ask(proxy, 4, stream=False)
+    assert whole_one.head() == 504
+    assert b'"gate_hold_timeout"' in whole_one.whole()
+    assert proxy.metric("llama_proxy_hold_seconds_total", model="m", reason="gate_blocked") >= 2
+    assert data(running.event())
+    running.close()
+    until("nothing is left", lambda: nothing_left(proxy))
 
 
 def test_a_stopped_engine_is_silence(start: Callable[..., Proxy], zoo: Callable[[str], Path]) -> None:

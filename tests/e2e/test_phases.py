@@ -31,6 +31,11 @@ def slots(proxy: Proxy) -> list[dict[str, Any]]:
     return engine["slots"] if engine else []
 
 
+def places(proxy: Proxy) -> list[dict[str, Any]]:
+    listed = proxy.get("/api/requests")["requests"]
+    return [{name: one[name] for name in ("state", "reason")} for one in listed]
+
+
 def test_a_slot_is_tied_to_its_request(phased: Proxy) -> None:
     """The engine carries our tag, so the mirror knows whose slot it is and where its request stands."""
     stream = ask(phased, 3000)
@@ -62,6 +67,9 @@ def test_the_standby_waits_natively_and_the_rest_waits_here(phased: Proxy) -> No
     assert view["charged"] == 3
     assert view["slots"] == 2
     assert sum(view["reasons"].values()) == 3
+    until(
+        "the standby says so", lambda: {"state": "native_queued", "reason": "cohort_sealed"} in places(phased)
+    )
     for stream in running:
         stream.close()
     for stream in waiting:

@@ -61,9 +61,9 @@ def test_a_higher_class_gets_into_the_next_cohort_by_recall(
     streams: dict[str, RawStream] = {}
     for name, key, place in (
         ("slot", "kb", "native_queued"),
-        ("standby", "kb", "granted"),
-        ("first", "ka", "granted"),
-        ("second", "ka", "granted"),
+        ("standby", "kb", "native_queued"),
+        ("first", "ka", "native_queued"),
+        ("second", "ka", "native_queued"),
     ):
         streams[name] = ask(proxy, key, name, 8)
         until(f"{name} is {place}", lambda n=name, p=place: states(proxy).get(n, ("",))[0] == p)

@@ -16,7 +16,8 @@ BEHAVIOUR: dict[str, Any] = {
     "pace_ms": 0,
     "prefill_ms": 0,
     "status": 200,
-    "die": "",  # "", "before_head", "after_head", "mid_event", "mid_body", "early_end", "error_event"
+    # before_head, after_head, mid_event, mid_body, early_end, half_end, error_event, error_event then lost, after_all
+    "die": "",
     "die_after": 2,
     "pause_after": 0,
     "pause_ms": 0,
@@ -117,7 +118,8 @@ class PacedEngine:
         except (ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
             pass
         finally:
-            writer.transport.abort()
+            # close, not abort: what was written may still be on its way
+            writer.close()
             self._tasks.discard(task)
 
     async def _answer(self, seen: Seen, writer: asyncio.StreamWriter) -> bool:
@@ -152,9 +154,11 @@ class PacedEngine:
                 await asyncio.sleep(0.02)
                 writer.transport.abort()
                 return False
-            if want["die"] == "early_end" and number == want["die_after"]:
+            if want["die"] in {"early_end", "half_end"} and number == want["die_after"]:
+                if want["die"] == "half_end":
+                    await _chunk(seen, writer, event[: len(event) // 2])
                 break
-            if want["die"] == "error_event" and number == want["die_after"]:
+            if want["die"].startswith("error_event") and number == want["die_after"]:
                 name = "event: error\n" if path.endswith("/messages") else ""
                 words = '{"error":{"code":500,"message":"out of memory","type":"server_error"}}'
                 await _chunk(seen, writer, f"{name}data: {words}\n\n".encode())
@@ -164,6 +168,8 @@ class PacedEngine:
                 await asyncio.sleep(want["pause_ms"] / 1000)
             if want["pace_ms"]:
                 await asyncio.sleep(want["pace_ms"] / 1000)
+        if want["die"] in {"after_all", "error_event then lost"}:
+            return False
         writer.write(b"0\r\n\r\n")
         await writer.drain()
         return True
@@ -336,7 +342,9 @@ def _events(path: str, body: dict[str, Any], tokens: int, pad: str) -> Iterator[
     if path == "/completion":
         for number in range(tokens):
             yield data({"index": 0, "content": f" t{number}{pad}", "stop": False})
-        yield data({"index": 0, "content": "", "stop": True, "prompt": "secret prompt", "timings": TIMINGS})
+        yield data(
+            {"index": 0, "content": "", "stop": True, "prompt": "secret prompt" + pad, "timings": TIMINGS}
+        )
         return
     if path == "/v1/completions":
         for number in range(tokens):

@@ -124,6 +124,7 @@ async def test_with_keys_any_host_name_will_do():
         ({"Origin": "http://evil.example"}, 403),
         ({"Origin": "null"}, 403),
         ({"Origin": "http://localhost:1"}, 403),
+        ({"Origin": "http://["}, 403),
         ({"Origin": "https://ops.example"}, 200),
         ({"Sec-Fetch-Site": "cross-site"}, 403),
         ({"Sec-Fetch-Site": "same-origin"}, 200),

@@ -7,6 +7,7 @@ import aiohttp
 import pytest
 
 from proxy.errors import ErrorCode, ProxyError
+from proxy.sse import Splitter
 from proxy.types import MemberState, TicketState
 
 from .test_forward import CHAT, chat
@@ -49,11 +50,12 @@ async def test_death_in_the_middle_of_an_event(path, ends):
         assert h.outcomes()["failed"] == 1
 
 
-@pytest.mark.parametrize("path", [CHAT, "/v1/completions", "/v1/messages", "/v1/responses"])
-async def test_a_stream_that_only_stops_is_told_from_a_finished_one(path):
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions", "/completion", "/v1/messages", "/v1/responses"])
+@pytest.mark.parametrize("die", ["early_end", "half_end"])
+async def test_a_stream_that_only_stops_is_told_from_a_finished_one(path, die):
     """An engine that shuts down ends its chunks properly, without the last event of a whole stream."""
     async with house() as h, aiohttp.ClientSession(h.base) as client:
-        async with client.post(path, json=chat(True, die="early_end", die_after=4)) as answer:
+        async with client.post(path, json=chat(True, die=die, die_after=4)) as answer:
             body = await answer.read()
         whole_events(body)
         assert "without finishing" in json.dumps(last_event(body)[1])
@@ -61,7 +63,68 @@ async def test_a_stream_that_only_stops_is_told_from_a_finished_one(path):
         assert h.outcomes()["failed"] == 1
 
 
-@pytest.mark.parametrize("path", [CHAT, "/v1/messages", "/v1/responses"])
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions", "/completion", "/v1/messages", "/v1/responses"])
+async def test_who_has_the_last_event_has_its_answer(path):
+    """The connection is lost behind the last event: nothing is missing, and nothing may follow it."""
+    async with house() as h, aiohttp.ClientSession(h.base) as client:
+        async with client.post(path, json=chat(True, die="after_all")) as answer:
+            assert await answer.read() == bytes(h.engine.requests[0].sent)
+        await until(lambda: h.live() == 0)
+        assert h.outcomes()["completed"] == 1
+        assert h.sample("generated_tokens_total", model="demo", key="other") > 0
+
+
+async def test_a_last_event_that_is_too_long_to_hold_back_is_no_cut(monkeypatch):
+    monkeypatch.setattr(Splitter.__init__, "__defaults__", (50_000,))
+    async with house() as h, aiohttp.ClientSession(h.base) as client:
+        body = chat(True, tokens=0, pad=3_000_000)
+        async with client.post("/completion", json=body) as answer:
+            assert await answer.read() == bytes(h.engine.requests[0].sent)
+        await until(lambda: h.live() == 0)
+        assert h.outcomes()["completed"] == 1
+
+
+async def test_an_engines_error_is_told_once_though_its_connection_is_lost_behind_it():
+    async with house() as h, aiohttp.ClientSession(h.base) as client:
+        async with client.post(CHAT, json=chat(True, die="error_event then lost", die_after=4)) as answer:
+            assert await answer.read() == bytes(h.engine.requests[0].sent)
+        await until(lambda: h.live() == 0)
+        assert h.outcomes()["failed"] == 1
+
+
+async def test_an_order_behind_the_last_event_says_nothing_more():
+    async with house() as h, aiohttp.ClientSession(h.base) as client:
+        async with client.post(CHAT, json=chat(True, tokens=2, pause_after=4, pause_ms=60_000)) as answer:
+            read = await answer.content.readuntil(b"[DONE]\n\n")
+            h.admission.end_model("demo", ProxyError(ErrorCode.MODEL_UNLOADED, "unloaded"))
+            read += await asyncio.wait_for(answer.read(), 5)
+            assert read == bytes(h.engine.requests[0].sent)
+        await until(lambda: h.live() == 0)
+        await asyncio.wait_for(h.engine.requests[0].gone.wait(), 5)
+
+
+async def test_a_native_stream_of_several_prompts_that_is_lost_never_looks_whole():
+    """Each prompt has a last event of its own."""
+    async with house() as h, aiohttp.ClientSession(h.base) as client:
+        body = {**chat(True, die="after_all"), "prompt": ["a", "b"]}
+        async with client.post("/completion", json=body) as answer:
+            told = last_event(await answer.read())[1]
+        assert told["error"]["code"] == "upstream_error"
+        await until(lambda: h.live() == 0)
+        assert h.outcomes()["failed"] == 1
+
+
+async def test_a_native_stream_with_chosen_fields_may_end_anywhere_but_at_its_beginning():
+    async with house() as h, aiohttp.ClientSession(h.base) as client:
+        for after, outcome in ((4, "completed"), (0, "failed")):
+            body = {**chat(True, die="early_end", die_after=after), "response_fields": ["content"]}
+            async with client.post("/completion", json=body) as answer:
+                assert (b"without finishing" in await answer.read()) is (outcome == "failed")
+            await until(lambda o=outcome: h.outcomes()[o] == 1)
+        await until(lambda: h.live() == 0)
+
+
+@pytest.mark.parametrize("path", [CHAT, "/completion", "/v1/messages", "/v1/responses"])
 async def test_the_engines_own_error_event_passes_unchanged_and_counts_as_a_failure(path):
     async with house() as h, aiohttp.ClientSession(h.base) as client:
         async with client.post(path, json=chat(True, die="error_event", die_after=4)) as answer:

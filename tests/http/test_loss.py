@@ -1,11 +1,16 @@
 """Clients that leave, in every phase, through the real runner: the engine hears of it, nothing leaks."""
 
 import asyncio
+import contextlib
 import json
+import socket
 
 import pytest
 
+from proxy.errors import ErrorCode, ProxyError
+from proxy.http.reply import Reply
 from proxy.types import MemberState, TicketState
+from proxy.upstream import Head
 
 from .test_forward import CHAT, chat
 from .world import House, house, settings, until
@@ -19,12 +24,15 @@ class Client:
 
     async def __aenter__(self):
         self.reader, self.writer = await asyncio.open_connection("127.0.0.1", self.h.port)
-        self.writer.write(
+        self.writer.write(self.request())
+        return self
+
+    def request(self) -> bytes:
+        return (
             f"POST {self.path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
             f"Content-Length: {len(self.data)}\r\n\r\n".encode()
             + self.data
         )
-        return self
 
     async def __aexit__(self, *_):
         self.writer.transport.abort()
@@ -32,6 +40,8 @@ class Client:
     def vanish(self, how: str) -> None:
         if how == "abort":
             self.writer.transport.abort()
+        elif how == "half":
+            self.writer.write_eof()
         else:
             self.writer.close()
 
@@ -40,7 +50,7 @@ def states(h: House) -> list[TicketState]:
     return [ticket.state for ticket in h.admission.tickets()]
 
 
-HOW = pytest.mark.parametrize("how", ["abort", "close"])
+HOW = pytest.mark.parametrize("how", ["abort", "close", "half"])
 STREAM = pytest.mark.parametrize("stream", [True, False])
 
 
@@ -134,6 +144,71 @@ async def test_a_client_that_stops_reading_slows_the_engine_and_grows_nothing():
             client.vanish("abort")
             await asyncio.wait_for(seen.gone.wait(), 2.0)
         await until(lambda: h.live() == 0)
+
+
+class _Small(Client):
+    """A client whose connection holds next to nothing on the way: what it does not read waits in the proxy."""
+
+    async def __aenter__(self):
+        for site in self.h.listening():
+            site.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        sock = socket.socket()
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", self.h.port))
+        self.sock = sock
+        await asyncio.get_running_loop().sock_sendall(sock, self.request())
+        return self
+
+    async def __aexit__(self, *_):
+        self.sock.close()
+
+    async def read(self, most: int) -> bytes:
+        """Read what is there, and nothing ahead."""
+        return await asyncio.get_running_loop().sock_recv(self.sock, most)
+
+
+async def test_nothing_follows_the_end_of_an_answer(monkeypatch):
+    """An order that comes while the last bytes wait for a slow client may cut them; a second end behind the
+    first would be read as the next answer on the connection."""
+    replies: list[Reply] = []
+    ending = asyncio.Event()
+    begin, finish = Reply.begin_sse, Reply.finish
+
+    async def begun(reply: Reply, head: Head | None = None) -> None:
+        replies.append(reply)
+        await begin(reply, head)
+
+    async def finishing(reply: Reply) -> None:
+        ending.set()
+        await finish(reply)
+
+    monkeypatch.setattr(Reply, "begin_sse", begun)
+    monkeypatch.setattr(Reply, "finish", finishing)
+    async with house() as h:
+        # three events fill what may wait for a client; two more, of less than is flushed at once, and the end
+        # of the stream come when it has begun to take them
+        body = chat(True, tokens=5, pad=31_700, pause_after=3, pause_ms=500)
+        async with _Small(h, body) as client:
+            await until(lambda: bool(replies) and replies[0].pending_bytes() > 65_536)
+            read = bytearray()
+            async with asyncio.timeout(20):
+                while replies[0].pending_bytes() > 16_384 and not ending.is_set():
+                    read += await client.read(1024)
+            await asyncio.wait_for(ending.wait(), 20)
+            assert replies[0].pending_bytes() > 65_536
+            assert h.live() == 1
+            told = ProxyError(ErrorCode.CANCELLED_BY_OPERATOR, "enough")
+            h.admission.cancel(h.admission.tickets()[0].id, told)
+            await until(lambda: h.live() == 0, 10)
+            with contextlib.suppress(ConnectionError, TimeoutError):
+                async with asyncio.timeout(2):
+                    while part := await client.read(65536):
+                        read += part
+    end = b"\r\n0\r\n\r\n"
+    assert read.startswith(b"HTTP/1.1 200")
+    assert b"enough" not in read
+    assert read.partition(end)[2] == b""
 
 
 async def test_while_sending_the_body():

@@ -149,6 +149,10 @@ async def test_no_continue_for_a_body_that_will_be_refused():
             await raw(h.port, POST + b"Expect: coffee\r\n" + LENGTH + b"\r\n" + BODY, 1.0)
         )
         assert status == 400
+    async with house(settings(server={"api_keys": [{"name": "a", "key": "good"}]})) as h:
+        wrong = b"Authorization: Bearer bad\r\nExpect: 100-continue\r\n"
+        status, value = only_answer(await raw(h.port, POST + wrong + LENGTH + b"\r\n" + BODY, 1.0))
+        assert (status, value["error"]["code"]) == (401, "invalid_api_key")
 
 
 async def test_http_1_0_clients_get_whole_streams():

@@ -118,6 +118,14 @@ async def natively_queued():
 
 
 @asynccontextmanager
+async def standby():
+    """Behind the engine's one slot: in its own queue, without a slot that could show it."""
+    async with scene(slots=1, policy=PhasePolicy.DRAIN) as s:
+        await s.runs("ran")
+        yield s, s.ask("waits", paced={"prefill_ms": 60_000})
+
+
+@asynccontextmanager
 async def wide_request():
     async with scene(slots=2) as s:
         await s.runs("ran")
@@ -164,9 +172,13 @@ SCENES: dict[Reason, Callable] = {
 }
 
 
-@pytest.mark.parametrize("reason", SCENES, ids=lambda reason: reason.value)
-async def test_a_reason_is_seen_everywhere(reason: Reason):
-    async with SCENES[reason]() as (s, task):
+@pytest.mark.parametrize(
+    ("reason", "staged"),
+    [*SCENES.items(), (Reason.COHORT_SEALED, standby)],
+    ids=[*(reason.value for reason in SCENES), "standby"],
+)
+async def test_a_reason_is_seen_everywhere(reason: Reason, staged: Callable):
+    async with staged() as (s, task):
         answer = await asyncio.wait_for(task, 10)
         assert answer.headers["Content-Type"].startswith("text/event-stream")
         async with asyncio.timeout(10):

@@ -206,3 +206,29 @@ async def test_comments_go_on_and_a_client_that_left_ends_it():
     with contextlib.suppress(asyncio.CancelledError):
         await task
     assert task.cancelled()
+
+
+async def test_a_head_that_comes_to_nobody_is_closed():
+    """Cancelled once more while it waits for the opening to end: the exchange that comes all the same is let go."""
+    answered, reached, go_on = Answered(), asyncio.Event(), asyncio.Event()
+
+    class Slow:
+        async def open(self, _request):
+            try:
+                await asyncio.get_running_loop().create_future()
+            except asyncio.CancelledError:
+                reached.set()
+                await go_on.wait()
+            return answered
+
+    task = asyncio.ensure_future(head_or_recall(Slow(), REQUEST, recall(), None, nothing))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.wait_for(reached.wait(), 5)
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+    assert not answered.closed
+    go_on.set()
+    await until(lambda: answered.closed)

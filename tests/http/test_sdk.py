@@ -109,6 +109,49 @@ async def test_openai_retries_a_full_queue_by_itself():
             assert (await asyncio.wait_for(second, 30)).choices
 
 
+@pytest.mark.parametrize("kind", ["openai", "anthropic"])
+@pytest.mark.parametrize("code", [ErrorCode.CANCELLED_BY_OPERATOR, ErrorCode.MODEL_UNLOADED])
+async def test_what_an_operator_ended_is_not_sent_again(kind, code):
+    """SDKs repeat what failed with a 5xx, unless they are told not to: it would run although somebody ended it."""
+    async with house() as h:
+        slow = {"paced": {"prefill_ms": 60_000}}
+        if kind == "openai":
+            async with openai.AsyncOpenAI(base_url=h.base + "/v1", api_key="none") as client:
+                asking = client.chat.completions.create(model="demo", messages=HELLO, extra_body=slow)
+                error = await ended_by_an_operator(h, asking, code)
+        else:
+            async with anthropic.AsyncAnthropic(base_url=h.base, api_key="none") as client:
+                asking = client.messages.create(model="demo", max_tokens=9, messages=HELLO, extra_body=slow)
+                error = await ended_by_an_operator(h, asking, code)
+        assert isinstance(error, (openai.InternalServerError, anthropic.InternalServerError))
+        assert error.status_code == 503
+        assert len(h.engine.requests) == 1
+
+
+async def ended_by_an_operator(h, asking, code):
+    task = asyncio.ensure_future(asking)
+    await h.engine.seen(1)
+    h.admission.cancel(h.admission.tickets()[0].id, ProxyError(code, "enough"))
+    done, _ = await asyncio.wait({task}, timeout=20)
+    if not done:
+        task.cancel()
+        pytest.fail(f"it was sent again: {len(h.engine.requests)} requests reached the engine")
+    return task.exception()
+
+
+async def test_a_request_that_took_too_long_is_not_sent_again():
+    """It would take as long again: a limit on one request must not become three times the limit."""
+    configured = settings(models={"demo": {"path": "demo.gguf", "budgets": {"total_timeout_s": 0.5}}})
+    async with house(configured) as h:
+        async with openai.AsyncOpenAI(base_url=h.base + "/v1", api_key="none") as client:
+            with pytest.raises(openai.InternalServerError) as caught:
+                await client.chat.completions.create(
+                    model="demo", messages=HELLO, extra_body={"paced": {"prefill_ms": 60_000}}
+                )
+            assert caught.value.code == "total_timeout"
+        assert len(h.engine.requests) == 1
+
+
 async def test_anthropic_messages_and_errors():
     configured = settings(server={"api_keys": [{"name": "a", "key": "good"}]})
     async with house(configured) as h, claude(h, api_key="good") as client:

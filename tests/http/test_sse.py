@@ -192,7 +192,13 @@ def test_noise_never_raises(data):
         (Shape.CHAT, b'data: {"choices":[]}\n\n', Ending.CUT),
         (Shape.CHAT, b'data: {"error":{"message":"x"}}\n\n', Ending.ERROR),
         (Shape.CHAT, b"", Ending.CUT),
-        (Shape.NATIVE, b'data: {"content":""}\n\n', Ending.WHOLE),
+        (Shape.CHAT, b'data: {"choices":[{"delta":{"content":"data: [DONE]"}}]}\n\n', Ending.CUT),
+        (Shape.TEXT, b"data: {}\r\n\r\ndata: [DONE]\r\n\r\n", Ending.WHOLE),
+        (Shape.TEXT, b"data: {}\r\rdata:[DONE]\r\r", Ending.WHOLE),
+        (Shape.NATIVE, b'data: {"error":{"message":"x"}}\n\n', Ending.ERROR),
+        (Shape.NATIVE, b'data: {"content":"","stop":true}\n\n', Ending.WHOLE),
+        (Shape.NATIVE, b'data: {"content":"\\"stop\\":true","stop":false}\n\n', Ending.CUT),
+        (Shape.CHAT, b'data: {}\r\rdata: {"error":{}}\n\n', Ending.ERROR),
         (Shape.MESSAGES, b'event: message_stop\ndata: {"type":"message_stop"}\n\n', Ending.WHOLE),
         (Shape.MESSAGES, b'event: error\ndata: {"message":"x"}\n\n', Ending.ERROR),
         (Shape.RESPONSES, b'data: {"type":"response.completed"}\n\n', Ending.WHOLE),
@@ -201,3 +207,9 @@ def test_noise_never_raises(data):
 )
 def test_endings(shape, last, wanted):
     assert ending(last, shape) is wanted
+
+
+def test_the_end_of_events_with_chosen_fields_cannot_be_told():
+    last = b'data: {"content":""}\n\n'
+    assert ending(last, Shape.NATIVE, marked=False) is Ending.WHOLE
+    assert ending(b"", Shape.NATIVE, marked=False) is Ending.CUT

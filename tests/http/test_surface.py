@@ -96,6 +96,13 @@ async def test_cors_for_configured_origins_only():
                 assert answer.headers["Access-Control-Allow-Origin"] == "https://app.example"
                 assert "POST" in answer.headers["Access-Control-Allow-Methods"]
                 assert "authorization" in answer.headers["Access-Control-Allow-Headers"]
+            # an SDK in a web page sends fields of its own
+            fields = {"Access-Control-Request-Headers": "authorization,content-type,x-stainless-os, x odd,"}
+            async with client.options(CHAT, headers={**asked, **fields}) as answer:
+                allowed = answer.headers["Access-Control-Allow-Headers"]
+                assert allowed == "authorization, content-type, x-stainless-os"
+            async with client.options(CHAT, headers={"Origin": "https://evil.example", **fields}) as answer:
+                assert "x-stainless-os" not in answer.headers["Access-Control-Allow-Headers"]
             for body, wanted in ((chat(), 200), (chat(True), 200), (chat(model="nope"), 404)):
                 async with client.post(CHAT, json=body, headers={"Origin": "https://app.example"}) as answer:
                     assert answer.status == wanted

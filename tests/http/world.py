@@ -1,6 +1,7 @@
 """The rest of the proxy around the HTTP surface: real admission, real upstream client, paced engines."""
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
@@ -97,6 +98,12 @@ class House:
         await site.start()
         self.port = self._runner.addresses[0][1]
         self._poller = asyncio.ensure_future(self._poll())
+
+    def listening(self) -> list[socket.socket]:
+        """The proxy's own listening sockets: what is set on them, connections inherit."""
+        assert self._runner is not None
+        servers = [site._server for site in self._runner.sites]  # type: ignore[attr-defined]
+        return [transport._sock for server in servers for transport in server.sockets]
 
     async def stop(self) -> None:
         assert self._runner is not None and self._poller is not None

@@ -1,12 +1,17 @@
-"""JavaScript clients: installed once per lock file, outside the checkout."""
+"""The clients; those in JavaScript are installed once per lock file, outside the checkout."""
 
 import hashlib
 import os
 import shutil
 import subprocess
+from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from tests.interop.clients import CLIENTS
 
 HERE = Path(__file__).resolve().parent
 FILES = ("package.json", "package-lock.json", "read.mjs")
@@ -40,3 +45,12 @@ def node_client() -> list[str]:
             pytest.skip(f"npm cannot install eventsource-parser: {done.stderr.strip()[-300:]}")
         (folder / "done").touch()
     return [node, str(folder / "read.mjs")]
+
+
+@pytest.fixture(params=list(CLIENTS))
+def reads(request: pytest.FixtureRequest) -> Callable[[str, dict[str, Any]], Awaitable[str]]:
+    """One client after the other: posts a chat to a base address and returns the text of its stream."""
+    client: Any = CLIENTS[request.param]
+    if request.param == "eventsource_parser":
+        return partial(client, request.getfixturevalue("node_client"))
+    return client

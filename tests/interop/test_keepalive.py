@@ -5,9 +5,6 @@ so every stream begins with comments, and it is silent once in the middle, so co
 """
 
 import asyncio
-import json
-import os
-import shutil
 
 import aiohttp
 import pytest
@@ -15,9 +12,6 @@ import pytest
 from tests.http.test_forward import CHAT, chat
 from tests.http.world import House, house, settings, until
 
-httpx = pytest.importorskip("httpx")
-httpx_sse = pytest.importorskip("httpx_sse")
-aiohttp_sse_client = pytest.importorskip("aiohttp_sse_client.client")
 anthropic = pytest.importorskip("anthropic")
 openai = pytest.importorskip("openai")
 pytestmark = pytest.mark.interop
@@ -59,13 +53,6 @@ async def waiting():
         yield Waiting(h)
 
 
-def joined(payloads) -> str:
-    """The text of a chat stream's payloads, which must all be JSON but for the last."""
-    *chunks, end = payloads
-    assert end == "[DONE]"
-    return "".join(json.loads(chunk)["choices"][0]["delta"].get("content") or "" for chunk in chunks)
-
-
 async def test_the_comments_are_there(waiting):
     """What the clients below survive: comments before the first event and between two events."""
 
@@ -79,92 +66,8 @@ async def test_the_comments_are_there(waiting):
     assert b"\n\n: generating\n\n" in after
 
 
-async def test_aiohttp_sse_client(waiting):
-    async def read():
-        payloads = []
-        source = aiohttp_sse_client.EventSource(
-            waiting.h.base + CHAT, option={"method": "POST"}, json=BODY, headers={}
-        )
-        async with source:
-            async for event in source:
-                payloads.append(event.data)
-                if event.data == "[DONE]":
-                    return payloads
-
-    assert joined(await waiting.around(read())) == TEXT
-
-
-async def test_httpx_sse(waiting):
-    async def read():
-        async with httpx.AsyncClient(timeout=WAIT_S) as client:
-            async with httpx_sse.aconnect_sse(client, "POST", waiting.h.base + CHAT, json=BODY) as source:
-                return [event.data async for event in source.aiter_sse()]
-
-    assert joined(await waiting.around(read())) == TEXT
-
-
-async def test_eventsource_parser(waiting, node_client):
-    async def read():
-        process = await asyncio.create_subprocess_exec(
-            *node_client,
-            waiting.h.base + CHAT,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            env={**os.environ, "NO_PROXY": "127.0.0.1"},
-        )
-        out, _ = await process.communicate(json.dumps(BODY).encode())
-        assert process.returncode == 0
-        return json.loads(out)
-
-    seen = await waiting.around(read())
-    assert (seen["status"], seen["errors"]) == (200, [])
-    assert joined(seen["events"]) == TEXT
-    assert any("reason=model_loading" in comment for comment in seen["comments"])
-
-
-async def test_curl(waiting):
-    curl = shutil.which("curl")
-    if curl is None:
-        pytest.skip("no curl: install it")
-
-    async def read():
-        process = await asyncio.create_subprocess_exec(
-            *(curl, "-N", "-sS", "--noproxy", "*", "--fail", "--max-time", str(WAIT_S)),
-            *("-H", "Content-Type: application/json", "-d", json.dumps(BODY), waiting.h.base + CHAT),
-            stdout=asyncio.subprocess.PIPE,
-        )
-        out, _ = await process.communicate()
-        assert process.returncode == 0
-        return out.decode()
-
-    out = await waiting.around(read())
-    assert out.startswith(": queued")
-    assert joined(line[6:] for line in out.splitlines() if line.startswith("data: ")) == TEXT
-
-
-async def test_openai(waiting):
-    async def read():
-        async with openai.AsyncOpenAI(
-            base_url=waiting.h.base + "/v1", api_key="none", max_retries=0
-        ) as client:
-            stream = await client.chat.completions.create(
-                model="demo", messages=HELLO, stream=True, extra_body={"paced": SILENT}
-            )
-            return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
-
-    assert await waiting.around(read()) == TEXT
-
-
-async def test_anthropic(waiting):
-    async def read():
-        async with anthropic.AsyncAnthropic(base_url=waiting.h.base, api_key="none", max_retries=0) as client:
-            stream = client.messages.stream(
-                model="demo", max_tokens=50, messages=HELLO, extra_body={"paced": SILENT}
-            )
-            async with stream as events:
-                return await events.get_final_text()
-
-    assert await waiting.around(read()) == TEXT
+async def test_a_client_reads_on(waiting, reads):
+    assert await waiting.around(reads(waiting.h.base, BODY)) == TEXT
 
 
 @pytest.mark.parametrize("kind", ["openai", "anthropic"])
