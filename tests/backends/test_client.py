@@ -21,6 +21,7 @@ class Peer:
         self.connections = 0
         self.closed = asyncio.Event()
         self._writers = set()
+        self._serving: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self):
         self.server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
@@ -34,10 +35,19 @@ class Peer:
             writer.transport.abort()
         self.server.close()
         await self.server.wait_closed()
+        for task in self._serving:
+            task.cancel()
+        if self._serving:
+            await asyncio.wait(self._serving, timeout=5)
+        # a transport that was aborted is closed one turn later
+        await asyncio.sleep(0)
 
     async def _serve(self, reader, writer):
         self.connections += 1
         self._writers.add(writer)
+        task = asyncio.current_task()
+        self._serving.add(task)
+        task.add_done_callback(self._serving.discard)
         served = 0
         try:
             while True:
@@ -54,7 +64,7 @@ class Peer:
                 if not await self.script(reader, writer, served):
                     break
                 served += 1
-        except (asyncio.IncompleteReadError, ConnectionError):
+        except (asyncio.IncompleteReadError, asyncio.CancelledError, ConnectionError):
             self.closed.set()
         finally:
             self._writers.discard(writer)

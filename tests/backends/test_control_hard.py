@@ -354,6 +354,7 @@ def test_a_process_that_may_not_be_killed_is_named():
     assert left == [pid]
 
 
+@engine
 async def test_gates_and_leases_are_written_when_the_disk_takes_them_again(
     worlds, engine_binary, tmp_path, monkeypatch
 ):

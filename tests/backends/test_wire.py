@@ -1,6 +1,7 @@
 """What a peer may answer besides the usual: each kind ends well or with a plain reason, and never spoils the next."""
 
 import asyncio
+import contextlib
 import gzip
 import shutil
 import ssl
@@ -138,7 +139,10 @@ def wires(client: EngineClient) -> set[Wire]:
 async def test_an_answer_before_the_whole_request_was_read_ends_the_connection():
     """A refusal of a body that is too large reaches the caller; the rest of the body is not sent."""
 
+    writers = []
+
     async def refuse(reader, writer):
+        writers.append(writer)
         await reader.readuntil(b"\r\n\r\n")
         writer.transport.pause_reading()
         writer.write(b"HTTP/1.1 413 Too Large\r\nContent-Length: 3\r\n\r\nbig")
@@ -150,6 +154,7 @@ async def test_an_answer_before_the_whole_request_was_read_ends_the_connection()
     assert exchange.head.status == 413 and await exchange.read(10) == b"big"
     await eventually(lambda: not wires(client), 5)
     await client.close()
+    writers[0].transport.abort()
     server.close()
     await server.wait_closed()
 
@@ -225,10 +230,15 @@ async def test_tls(tmp_path, monkeypatch):
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(cert, key)
 
+    served = asyncio.Event()
+
     async def serve(reader, writer):
-        while head := await reader.readuntil(b"\r\n\r\n"):
-            await reader.readexactly(int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0]))
-            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 6\r\n\r\nsecret")
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            while head := await reader.readuntil(b"\r\n\r\n"):
+                await reader.readexactly(int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0]))
+                writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 6\r\n\r\nsecret")
+        writer.transport.abort()
+        served.set()
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=context)
     base = f"https://localhost:{server.sockets[0].getsockname()[1]}"
@@ -242,7 +252,9 @@ async def test_tls(tmp_path, monkeypatch):
         assert exchange.head.reused_connection is wanted and await exchange.read(10) == b"secret"
     for one in (client, stranger):
         await one.close()
+    await asyncio.wait_for(served.wait(), 5)
     server.close()
+    await server.wait_closed()
 
 
 @settings(max_examples=200, deadline=None)
