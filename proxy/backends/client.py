@@ -4,28 +4,20 @@ One `EngineClient` per backend generation. Bytes pass as they are: nothing is de
 re-quoted or cached, no cookie is kept, and there is no timeout but for the connect (budgets are the
 caller's). The client's own credentials stop here; the engine gets the key of its generation. A probe whose
 reused connection died before a byte came is asked once more; nothing else is ever sent twice.
-
-The pool keeps idle connections for less than the 5 s after which llama-server closes them, and has no limit:
-a limit would be a hidden queue.
 """
 
 import asyncio
-import errno
-import os
-import ssl
 from base64 import b64encode
-from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 from urllib.parse import unquote, urlsplit
 
+from proxy.backends.pool import Lane, Pool
 from proxy.backends.wire import Fields, Wire
 from proxy.clock import monotonic
 from proxy.upstream import Exchange, Head, Sink, UpstreamDied, UpstreamRequest
 
-CONNECT_TIMEOUT_S: Final = 5.0
-IDLE_CONNECTION_S: Final = 4.0
 _PROBE_LIMIT: Final = 8 << 20
 _UNSAFE: Final = frozenset(" \t\r\n\0\x0b\x0c")
 _SIZED: Final = frozenset(("POST", "PUT", "PATCH"))
@@ -75,20 +67,6 @@ class ProbeError(Exception):
         self.refused = refused
 
 
-@dataclass(slots=True, eq=False)
-class _Lane:
-    """The connection of one exchange: what has to be torn down when it is given up."""
-
-    wire: Wire | None = None
-    reused: bool = False
-    connect_s: float = 0.0
-
-    @property
-    def stale(self) -> bool:
-        """Whether a kept connection turned out to have been closed: it never gave a byte."""
-        return self.reused and self.wire is not None and not self.wire.heard
-
-
 @dataclass(frozen=True, slots=True)
 class _Asked:
     """A request that was sent, and the head of its response."""
@@ -98,90 +76,6 @@ class _Asked:
     fields: Fields
 
 
-class _Pool:
-    """Connections to one address: made, kept for a while, and all torn down at the end."""
-
-    def __init__(self, base: str) -> None:
-        parts = urlsplit(base)
-        tls = parts.scheme == "https"
-        self.host = parts.netloc.rpartition("@")[2]
-        self.prefix = parts.path.rstrip("/")
-        self._address = (parts.hostname or "", parts.port or (443 if tls else 80))
-        self._tls = ssl.create_default_context() if tls else None
-        self._loop = asyncio.get_running_loop()
-        self._wires: set[Wire] = set()
-        self._kept: deque[tuple[float, Wire]] = deque()
-        self._timer: asyncio.TimerHandle | None = None
-        self.closed = ""
-
-    async def take(self, lane: _Lane) -> Wire:
-        """Put a connection into `lane`: the one used last, else a new one. Raises `OSError`, `TimeoutError`."""
-        began = monotonic()
-        wire = self._kept_one(began)
-        if wire is None:
-            wire = await self._connect()
-        lane.wire, lane.reused, lane.connect_s = wire, wire.served > 0, monotonic() - began
-        if self.closed:
-            wire.abort(self.closed)
-            raise ConnectionAbortedError(self.closed)
-        return wire
-
-    def give(self, wire: Wire) -> None:
-        """Take a connection back whose exchange has ended; it is torn down unless it can serve again."""
-        if not wire.rest() or self.closed:
-            wire.abort("it was given up")
-            return
-        self._kept.append((monotonic(), wire))
-        if self._timer is None:
-            self._timer = self._loop.call_later(IDLE_CONNECTION_S, self._expire)
-
-    def close(self, why: str) -> None:
-        """Tear all connections down; whoever uses one is told `why`."""
-        self.closed = self.closed or why
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        self._kept.clear()
-        for wire in tuple(self._wires):
-            wire.abort(self.closed)
-
-    def _kept_one(self, now: float) -> Wire | None:
-        while self._kept:
-            since, wire = self._kept.pop()
-            if wire.usable and now - since < IDLE_CONNECTION_S:
-                return wire
-            wire.abort("it rested too long")
-        return None
-
-    async def _connect(self) -> Wire:
-        host, port = self._address
-        try:
-            async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                _, wire = await self._loop.create_connection(self._new, host, port, ssl=self._tls)
-        except TimeoutError:
-            raise TimeoutError(f"no connection to {self.host} within {CONNECT_TIMEOUT_S:g} s") from None
-        except OSError as error:
-            raise _unreached(self.host, error) from None
-        return wire
-
-    def _new(self) -> Wire:
-        wire = Wire(self._wires.discard)
-        self._wires.add(wire)
-        return wire
-
-    def _expire(self) -> None:
-        self._timer = None
-        now = monotonic()
-        while self._kept:
-            since, wire = self._kept[0]
-            left = since + IDLE_CONNECTION_S - now
-            if wire.usable and left > 0:
-                self._timer = self._loop.call_later(left, self._expire)
-                return
-            self._kept.popleft()
-            wire.abort("it rested too long")
-
-
 class EngineClient:
     """Connections to one engine. `key` empty: no credentials are sent. Create within the event loop."""
 
@@ -189,8 +83,8 @@ class EngineClient:
         """`base` is scheme and authority, with an optional path prefix, for example `http://127.0.0.1:4711`."""
         self.base = base.rstrip("/")
         self._credentials = _credentials(self.base, key)
-        self._pool = _Pool(self.base)
-        self._lanes: set[_Lane] = set()
+        self._pool = Pool(self.base)
+        self._lanes: set[Lane] = set()
         self._idle = asyncio.Event()
         self._idle.set()
         self.quiet_since = monotonic()
@@ -201,7 +95,7 @@ class EngineClient:
         Raises `UpstreamDied`, and `ValueError` for a target that is not in origin form (it could name another
         host) or a header with a control character that would split it.
         """
-        lane = _Lane()
+        lane = Lane()
         self._lanes.add(lane)
         self._idle.clear()
         try:
@@ -240,19 +134,19 @@ class EngineClient:
         self._pool.close(why)
 
     async def _probed(self, request: UpstreamRequest) -> Answer:
-        lane = _Lane()
+        lane = Lane()
         try:
             asked = await self._ask(request, lane)
         except OSError:
             if not lane.stale:
                 raise
-            asked = await self._ask(request, _Lane())
+            asked = await self._ask(request, Lane())
         try:
             return Answer(asked.status, await _read(asked.wire, _PROBE_LIMIT))
         finally:
             self._pool.give(asked.wire)
 
-    async def _ask(self, request: UpstreamRequest, lane: _Lane) -> _Asked:
+    async def _ask(self, request: UpstreamRequest, lane: Lane) -> _Asked:
         if self._pool.closed:
             raise ConnectionAbortedError(self._pool.closed)
         head = self._head(request)
@@ -282,13 +176,13 @@ class EngineClient:
         fields = [f"{name}: {value}" for name, value in given if name.lower() not in _DROPPED]
         return fields + self._credentials
 
-    def _died(self, error: BaseException, lane: _Lane, *, before_head: bool) -> UpstreamDied:
+    def _died(self, error: BaseException, lane: Lane, *, before_head: bool) -> UpstreamDied:
         closed = self._pool.closed
         return UpstreamDied(
             closed or _words(error), before_head=before_head, reused=lane.stale and not closed
         )
 
-    def _leave(self, lane: _Lane, *, torn: bool) -> None:
+    def _leave(self, lane: Lane, *, torn: bool) -> None:
         if lane.wire is not None:
             if torn:
                 lane.wire.abort("it was given up")
@@ -303,7 +197,7 @@ class EngineClient:
 class _Exchange:
     """A response whose head has arrived."""
 
-    def __init__(self, client: EngineClient, lane: _Lane, asked: _Asked) -> None:
+    def __init__(self, client: EngineClient, lane: Lane, asked: _Asked) -> None:
         self._client = client
         self._lane = lane
         self._wire = asked.wire
@@ -393,14 +287,6 @@ def _credentials(base: str, key: str) -> list[str]:
         return []
     pair = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
     return [f"Authorization: Basic {b64encode(pair.encode()).decode()}"]
-
-
-def _unreached(host: str, error: OSError) -> OSError:
-    """Return a failure to connect with the address and the system's words for it, its kind kept."""
-    known = error.errno is not None and error.errno in errno.errorcode and not isinstance(error, ssl.SSLError)
-    why = os.strerror(error.errno or 0) if known else str(error)
-    kind = ConnectionRefusedError if isinstance(error, ConnectionRefusedError) else OSError
-    return kind(f"no connection to {host}: {why}")
 
 
 def _words(error: BaseException) -> str:

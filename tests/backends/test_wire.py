@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from proxy.backends import client as module
+from proxy.backends import pool
 from proxy.backends.client import EngineClient
 from proxy.backends.wire import HEAD_LIMIT, HELD, Wire
 from proxy.upstream import UpstreamDied, UpstreamRequest
@@ -170,7 +170,7 @@ async def test_a_paused_connection_serves_again():
 
 
 async def test_kept_connections_are_let_go_in_time(monkeypatch):
-    monkeypatch.setattr(module, "IDLE_CONNECTION_S", 0.2)
+    monkeypatch.setattr(pool, "IDLE_CONNECTION_S", 0.2)
     async with Peer(respond(b"x")) as peer:
         asked = [asyncio.create_task(peer.client.open(post())) for _ in range(5)]
         for one in [await task for task in asked]:
