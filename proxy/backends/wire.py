@@ -166,8 +166,10 @@ class Wire(asyncio.Protocol):
             self._fields = []
             return
         names = {name.lower() for name, _ in self._fields}
-        sized = b"content-length" in names or b"transfer-encoding" in names
-        self._keep = self._parser.should_keep_alive() and not self._head_only
+        chunked = b"transfer-encoding" in names
+        sized = b"content-length" in names or chunked
+        # llama-server closes the connection behind every chunked answer, whatever its Keep-Alive says
+        self._keep = self._parser.should_keep_alive() and not self._head_only and not chunked
         self._until_eof = not sized and status not in _NO_BODY
         self._whole = self._head_only
         self._status = status

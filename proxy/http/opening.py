@@ -71,8 +71,8 @@ def _let_go(opening: asyncio.Future[Exchange]) -> None:
 async def _open(upstream: Upstream, request: UpstreamRequest) -> Exchange:
     """Open an exchange; again when a reused connection died before it gave a single byte.
 
-    The engine closes idle connections after 5 s or 100 requests; losing that race is nobody's fault, and
-    the next kept connection may have lost it too.
+    The engine closes idle connections after 5 s; losing that race is nobody's fault, and the next kept
+    connection may have lost it too.
     """
     for _ in range(STALE_TRIES):
         try:

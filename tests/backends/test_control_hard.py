@@ -119,17 +119,17 @@ async def test_an_engine_that_will_not_die_does_not_hold_the_shutdown_up(
     world = worlds({"m": {"path": mid_model}}, engine_binary)
     fleet = world.fleet
     await fleet.load("m")
-    pid = fleet.status("m").pid
+    pid, left = fleet.status("m").pid, []
 
     async def undying(self, grace_s):
+        left.append(self)
         return StopReport(None, ("SIGTERM", "SIGKILL"), (self.pid,))
 
-    monkeypatch.setattr(EngineProcess, "stop", undying)
-    try:
+    with monkeypatch.context() as patched:
+        patched.setattr(EngineProcess, "stop", undying)
         await asyncio.wait_for(fleet.stop(4), LONG_S)
-    finally:
-        os.kill(pid, signal.SIGKILL)
-    await eventually(lambda: not alive(pid))
+    assert alive(pid) and left
+    assert not (await left[0].kill()).left and not alive(pid)
 
 
 @engine

@@ -56,6 +56,22 @@ async def test_answers_without_a_body(status):
         assert peer.connections == 1
 
 
+async def test_a_connection_behind_a_chunked_answer_is_not_used_again():
+    """llama-server closes it behind every stream, a moment after the last byte and against its own Keep-Alive."""
+    answer = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nKeep-Alive: timeout=5, max=100\r\n\r\n2\r\nok\r\n0\r\n\r\n"
+
+    async def closes_late(_reader, writer, _served):
+        writer.write(answer)
+        await asyncio.sleep(0.05)
+        return False
+
+    async with Peer(closes_late) as peer:
+        for _ in range(5):
+            exchange = await peer.client.open(post())
+            assert not exchange.head.reused_connection and await exchange.read(10) == b"ok"
+        assert peer.connections == 5
+
+
 async def test_an_answer_to_head_has_no_body_whatever_it_says():
     async with Peer(raw(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n")) as peer:
         for _ in range(2):
@@ -101,7 +117,6 @@ async def test_trailers_are_left_out():
             exchange = await peer.client.open(post())
             assert await exchange.read(10) == b"ok"
             assert exchange.head.get("x-late") == ""
-        assert peer.connections == 1
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -262,7 +277,8 @@ async def test_tls(tmp_path, monkeypatch):
 def test_however_an_answer_is_cut_into_reads_it_is_the_same(data):
     """Any body, sized or chunked, in pieces of any size: the same head and the same bytes come out."""
     body = data.draw(st.binary(max_size=300))
-    if data.draw(st.booleans()):
+    serves_again = data.draw(st.booleans())
+    if serves_again:
         sized = b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
     else:
         cuts = sorted(data.draw(st.sets(st.integers(1, max(1, len(body))), max_size=5)) | {len(body)})
@@ -295,4 +311,4 @@ def test_however_an_answer_is_cut_into_reads_it_is_the_same(data):
             got += part
         return status, fields[0], got, wire.rest()
 
-    assert asyncio.run(replay()) == (200, (b"A", b"b"), body, True)
+    assert asyncio.run(replay()) == (200, (b"A", b"b"), body, serves_again)
