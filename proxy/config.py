@@ -19,7 +19,8 @@ from pydantic_settings import (
     SettingsError,
 )
 
-from proxy.settings import ConfigError, Model, Settings, model_id
+from proxy.fields import model_id
+from proxy.settings import ConfigError, Model, Settings
 
 
 def load(path: Path | None, environ: Mapping[str, str] | None = None) -> Settings:

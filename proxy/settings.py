@@ -5,135 +5,39 @@ for every limit, budget and interval. `proxy.config` reads files and environment
 """
 
 import ipaddress
-import os
-import re
-import shlex
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated, Any, Literal, Self
-from urllib.parse import urlsplit
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    SecretStr,
-    model_validator,
-)
-from pydantic_settings import (
-    BaseSettings,
-    PydanticBaseSettingsSource,
-    SettingsConfigDict,
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+
+from proxy.fields import (
+    Address,
+    Argument,
+    CommandLine,
+    Ipv4,
+    Key,
+    MacAddress,
+    ModelId,
+    OptionalCount,
+    OptionalSeconds,
+    Policy,
+    PriorityClass,
+    Probe,
+    Seconds,
+    Url,
+    UserPath,
 )
 
 ENV_PREFIX = "LLAMA_PROXY_"
 ENGINE_MAX_BODY_BYTES = 100 * 1024 * 1024
 """llama-server refuses larger bodies and has no flag for it, so our cap may not exceed it."""
 
-_MAC = re.compile(r"[0-9A-Fa-f]{2}([:-])[0-9A-Fa-f]{2}(\1[0-9A-Fa-f]{2}){4}")
 _LOOPBACK_NAMES = frozenset({"localhost", "localhost.", "ip6-localhost"})
 
 
 class ConfigError(Exception):
     """The configuration cannot be used; the message names the file, the field path and what was expected."""
-
-
-def _zero_is_off(value: Any) -> Any:
-    return None if value in (0, "0") and not isinstance(value, bool) else value
-
-
-def _as_text(value: Any) -> Any:
-    """`[-np, 4]` is what people write: a number among arguments is its text."""
-    return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
-
-
-def _expand(value: Path) -> Path:
-    return Path(os.path.expandvars(str(value))).expanduser()
-
-
-def model_id(value: str) -> str:
-    """Return a usable model name; `ValueError` says what a name must be."""
-    if not value or value != value.strip() or any(ord(c) < 0x20 for c in value):
-        raise ValueError("a model name is a non-empty text without surrounding blanks or control characters")
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise ValueError("a model name must be valid Unicode text") from None
-    return value
-
-
-def _secret_text(value: SecretStr) -> SecretStr:
-    text = value.get_secret_value()
-    if not text or text != text.strip() or not text.isprintable():
-        raise ValueError("a key is a non-empty printable text without surrounding blanks")
-    return value
-
-
-def _url(value: str) -> str:
-    try:
-        parts = urlsplit(value)
-        named = bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        parts, named = urlsplit(""), False
-    if not named or parts.scheme not in {"http", "https"} or parts.query or parts.fragment:
-        raise ValueError("expected http://host:port or https://host:port, optionally with a path")
-    return value
-
-
-def _command(value: str) -> str:
-    try:
-        words = shlex.split(value)
-    except ValueError as error:
-        raise ValueError(f"cannot be split into words: {error}") from None
-    if not words:
-        raise ValueError("expected a command (words as in a shell, but no shell runs it)")
-    return value
-
-
-def _mac(value: str) -> str:
-    if _MAC.fullmatch(value) is None:
-        raise ValueError("expected a MAC address such as 52:54:00:12:34:56")
-    return value.replace("-", ":").lower()
-
-
-def _ipv4(value: str) -> str:
-    try:
-        return str(ipaddress.IPv4Address(value))
-    except ValueError:
-        raise ValueError("expected an IPv4 address such as 192.168.1.255") from None
-
-
-def _probe(value: str) -> str:
-    if "://" in value:
-        return _url(value)
-    try:
-        parts = urlsplit(f"//{value}")
-        if (
-            parts.hostname
-            and parts.port
-            and not (parts.path or parts.query or parts.fragment or parts.username)
-        ):
-            return value
-    except ValueError:
-        pass
-    raise ValueError("expected host:port (a connection is the answer) or http://host:port/path (200 is)")
-
-
-Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-OptionalSeconds = Annotated[Seconds | None, BeforeValidator(_zero_is_off)]
-OptionalCount = Annotated[Annotated[int, Field(ge=0)] | None, BeforeValidator(_zero_is_off)]
-Argument = Annotated[str, BeforeValidator(_as_text)]
-UserPath = Annotated[Path, AfterValidator(_expand)]
-ModelId = Annotated[str, AfterValidator(model_id)]
-Key = Annotated[SecretStr, AfterValidator(_secret_text)]
-Url = Annotated[str, AfterValidator(_url)]
-CommandLine = Annotated[str, AfterValidator(_command)]
-MacAddress = Annotated[str, AfterValidator(_mac)]
-Probe = Annotated[str, AfterValidator(_probe)]
-PriorityClass = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_-]{0,31}$")]
-Policy = Literal["mixed", "drain", "yield"]
 
 
 class Frozen(BaseModel):
@@ -314,7 +218,7 @@ class Wake(Frozen):
 
     command: CommandLine | None = None
     mac: MacAddress | None = None
-    broadcast: Annotated[str, AfterValidator(_ipv4)] = "255.255.255.255"
+    broadcast: Ipv4 = "255.255.255.255"
     port: Annotated[int, Field(ge=1, le=65535)] = 9
     probe: Probe
     timeout_s: Annotated[float, Field(gt=0, le=86_400)] = 120.0
@@ -351,7 +255,7 @@ class Model(Frozen):
     path: UserPath | None = None
     cmd: str | None = None
     url: Url | None = None
-    dns: str | None = None
+    dns: Address | None = None
     cwd: UserPath | None = None
     args: tuple[Argument, ...] = ()
     env: Mapping[str, str] = Field(default_factory=dict)

@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "proxy"
 
 LEAVES = {
+    "fields",
     *("types", "errors", "settings", "metrics", "logs", "clock", "headers", "sse", "timeline", "catalog"),
     "state",
     "config",
@@ -31,7 +32,7 @@ LAYER_OF = {
 }
 
 THIRD_PARTY_ROOMS = {
-    "pydantic": {"settings", "config", "http.orders"},
+    "pydantic": {"fields", "settings", "config", "http.orders"},
     "pydantic_settings": {"settings", "config"},
     "yaml": {"config"},
     "prometheus_client": {"metrics"},
