@@ -130,6 +130,12 @@ class Metrics:
             if "model" in metric._labelnames:  # noqa: SLF001 - no public list of label names
                 metric.remove_by_labels({"model": model})
 
+    def forget_backend(self, model: str, backend: str) -> None:
+        """Drop every series of one of a model's engines."""
+        for metric in self._all:
+            if "backend" in metric._labelnames:  # noqa: SLF001 - as above
+                metric.remove_by_labels({"model": model, "backend": backend})
+
     def _counter(self, name: str, text: str, labels: str) -> Counter:
         return self._keep(Counter(PREFIX + name, text, labels.split(), registry=self.registry))
 

@@ -13,6 +13,7 @@ from proxy.admission.events import (
     ArmTimer,
     Arrived,
     BackendDown,
+    BackendDraining,
     BackendReady,
     Cancelled,
     Committed,
@@ -207,6 +208,10 @@ class Admission:
     def backend_down(self, key: BackendKey, error: ProxyError) -> None:
         """A generation is gone: what runs on it ends with `error`, what waits asks for a load."""
         self._post(BackendDown(key, error))
+
+    def backend_draining(self, key: BackendKey, *, draining: bool) -> None:
+        """A generation gets nothing new, or does again; what runs on it goes on."""
+        self._post(BackendDraining(key, draining))
 
     def load_failed(self, model: str, error: ProxyError) -> None:
         """A load failed: everybody who waits for it ends with `error`."""

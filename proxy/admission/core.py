@@ -16,6 +16,7 @@ from proxy.admission.events import (
     ArmTimer,
     Arrived,
     BackendDown,
+    BackendDraining,
     BackendReady,
     Cancelled,
     Committed,
@@ -97,6 +98,11 @@ def _apply(state: State, event: Event, rooms: dict[str, Room], now: float) -> li
             )
         case BackendDown(key, error):
             return _down(state, key, error, rooms, now)
+        case BackendDraining(key, draining):
+            known = state.rooms.get(key.model)
+            if known is not None and (ledger := known.ledger(key)) is not None:
+                rooms[key.model], ledger.draining = known, draining
+            return []
         case LoadFailed(model, error):
             return _load_failed(state, model, error, rooms, now)
         case Seen(snapshot):

@@ -137,6 +137,7 @@ def _held(entry: Entry, reason: Reason, now: float) -> list[Effect]:
 
 def _no_room(room: Room, now: float) -> Reason:
     """Say what capacity lacks: slots, or the end of a cohort whose successors already wait in the engines."""
-    if all(book.cohort(now).stage is Stage.SEALED and book.parked > 1 for book in room.books.values()):
+    takers = room.takers
+    if takers and all(book.cohort(now).stage is Stage.SEALED and book.parked > 1 for book in takers):
         return Reason.COHORT_SEALED
     return Reason.NO_FREE_SLOT

@@ -93,6 +93,14 @@ class BackendDown:
 
 
 @dataclass(frozen=True, slots=True)
+class BackendDraining:
+    """A generation gets nothing new while `draining`; what runs on it goes on."""
+
+    key: BackendKey
+    draining: bool
+
+
+@dataclass(frozen=True, slots=True)
 class LoadFailed:
     """A load that waiters were counting on failed."""
 
@@ -164,6 +172,7 @@ Event = (
     | SwapWait
     | BackendReady
     | BackendDown
+    | BackendDraining
     | LoadFailed
     | Seen
     | GateSet

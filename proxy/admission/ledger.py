@@ -107,6 +107,8 @@ class Ledger:
     prefixes: Prefixes = field(default_factory=Prefixes)
     turnover: Turnover = field(default_factory=Turnover)
     pace: Pace = field(default_factory=Pace)
+    draining: bool = False
+    """Whether it gets nothing new: it is about to go."""
     disputed: int = 0
     """Foreign slots in the last two snapshots alike: work that is not ours, not just an ending of ours."""
     _last_foreign: int = 0
@@ -144,6 +146,8 @@ class Ledger:
             1 if self.native_standby and self.phased and mirror is not Mirror.STALE and not crowded else 0
         )
         idle = live == 0 and (mirror is Mirror.STALE or self._sum(cancelling=None) == 0)
+        if self.draining:
+            free, standby, idle = min(free, 0), 0, False
         return Capacity(free, standby, foreign, mirror, idle)
 
     def cohort(self, now: float) -> Cohort:
@@ -236,6 +240,7 @@ class Ledger:
             standby=capacity.standby,
             mirror=capacity.mirror,
             grants=len(self.charges),
+            draining=self.draining,
         )
 
     def _foreign(self) -> int:

@@ -41,7 +41,7 @@ def find(
     best: Placed | None = None
     rank: tuple[float, ...] = ()
     spec = entry.spec
-    for ledger in room.books.values():
+    for ledger in room.takers:
         slots = ledger.info.slots
         charged = cost.charge(spec.tasks, spec.n, slots)
         if charged > 0 and (free_only or (plan is not None and ledger in plan.closed)):
@@ -60,8 +60,9 @@ def find(
 
 
 def wide_everywhere(room: Room, spec: TicketSpec) -> bool:
-    """Whether a request has more tasks than any ready engine has slots."""
-    return all(cost.is_wide(spec.tasks, spec.n, ledger.info.slots) for ledger in room.books.values())
+    """Whether a request has more tasks than any engine has slots that gets new ones."""
+    takers = room.takers
+    return bool(takers) and all(cost.is_wide(spec.tasks, spec.n, ledger.info.slots) for ledger in takers)
 
 
 def grant(room: Room, placed: Placed, now: float) -> list[Effect]:

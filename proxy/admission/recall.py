@@ -30,12 +30,10 @@ def wanted(state: State, room: Room, now: float) -> list[Effect]:
     """Return the recalls that those who wait, in their order, are worth."""
     if not state.limits.recall or not room.queue:
         return []
-    parked = {
-        ledger.key: found for ledger in room.books.values() if (found := list(_parked(state, ledger, now)))
-    }
+    parked = {ledger.key: found for ledger in room.takers if (found := list(_parked(state, ledger, now)))}
     if not parked:
         return []
-    coming = sum(_on_its_way_back(state, ledger) for ledger in room.books.values())
+    coming = sum(_on_its_way_back(state, ledger) for ledger in room.takers)
     effects: list[Effect] = []
     ahead: dict[str, float] = {}
     for waiter in projected(room, state.limits, now):
@@ -88,7 +86,7 @@ def _need(room: Room, waiter: Entry) -> int | None:
     spec = waiter.spec
     fits = [
         cost.charge(spec.tasks, spec.n, book.info.slots)
-        for book in room.books.values()
+        for book in room.takers
         if not cost.is_wide(spec.tasks, spec.n, book.info.slots)
     ]
     return min(fits, default=None)
@@ -128,7 +126,7 @@ def _goes_before(room: Room, limits: Limits, waiter: Entry, other: Entry, ahead:
     if not limits.fair_share or waiter.account is other.account:
         return False
     request = room.lengths.request_tokens
-    slots = max((book.info.slots for book in room.books.values()), default=1)
+    slots = max((book.info.slots for book in room.takers), default=1)
     cohort = slots * (other.charged if request is None else max(request, other.charged))
     theirs = other.account.counter - other.charged / other.account.weight
     return theirs - (waiter.account.counter + ahead) > cohort / waiter.account.weight

@@ -171,6 +171,7 @@ class BackendView:
     standby: int
     mirror: Mirror
     grants: int
+    draining: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,11 +44,12 @@ def plan(state: State, room: Room, now: float) -> Plan:
     """Choose the members of the cohorts that can be formed or joined now."""
     made = Plan()
     limits = state.limits
-    if not limits.shape or not all(_late(book, now) for book in room.books.values()):
+    books = room.takers
+    if not limits.shape or not books or not all(_late(book, now) for book in books):
         return made
     made.standby = False
-    made.closed = [book for book in room.books.values() if _runs(book, now)]
-    ready = [book for book in room.books.values() if not _runs(book, now)]
+    made.closed = [book for book in books if _runs(book, now)]
+    ready = [book for book in books if not _runs(book, now)]
     if not ready:
         made.held = {entry.number: Reason.COHORT_SEALED for entry in room.queue if _simple(entry)}
         return made

@@ -43,6 +43,11 @@ class Room:
     turns: int = 0
     """Grants since the last turn by age."""
 
+    @property
+    def takers(self) -> list[Ledger]:
+        """The books of the engines that get new requests."""
+        return [ledger for ledger in self.books.values() if not ledger.draining]
+
     def ledger(self, key: BackendKey) -> Ledger | None:
         """Return the books of exactly this generation, None when it is not (or no longer) ready."""
         ledger = self.books.get(key.backend)

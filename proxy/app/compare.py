@@ -11,7 +11,7 @@ from typing import Any, Final
 from proxy.settings import Model, Settings
 
 _SHAPING: Final = frozenset(
-    {"path", "cmd", "url", "cwd", "args", "env", "engine", "upstream_key", "host", "slot_cache", "on_proxy_exit"}
+    {"path", "cmd", "url", "dns", "cwd", "args", "env", "engine", "upstream_key", "host", "slot_cache", "on_proxy_exit"}
     | {"phase_policy", "phase_yield_ms", "phase_admit_ms"}
 )  # fmt: skip
 _AT_START: Final = ("server", "engine", "memory", "hosts")

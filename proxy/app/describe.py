@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from proxy.admission import Admission
-from proxy.app.shown import gate_shown, host_shown
+from proxy.app.shown import engine_shown, gate_shown, host_shown
 from proxy.app.why import why
 from proxy.backends import Fleet
 from proxy.catalog import Catalog
@@ -71,25 +71,8 @@ class Described:
                 "last_error": status.last_error or None,
                 "log_tail": list(fleet.log_tail(model, 20)) if status.last_error else [],
             },
-            "engine": {
-                "phase": snapshot.phase.value,
-                "cohort": snapshot.cohort,
-                "age_s": round(now - snapshot.taken_at, 3),
-                "slots": [
-                    {
-                        "id": slot.id,
-                        "busy": slot.busy,
-                        "member": slot.member.value,
-                        "request": slot.tag or None,
-                        "held_tokens": slot.held_tokens,
-                        "prompt_tokens": slot.prompt_tokens,
-                        "decoded_tokens": slot.decoded_tokens,
-                    }
-                    for slot in snapshot.slots
-                ],
-            }
-            if snapshot
-            else None,
+            "engine": engine_shown(snapshot, now) if snapshot is not None else None,
+            "engines": [engine_shown(one, now) for one in fleet.snapshots(model)],
             "admission": {
                 "gate": {"state": view.gate.value, "reason": view.gate_reason, "mode": view.gate_mode},
                 "queued": view.queued,
@@ -105,6 +88,7 @@ class Described:
                         "backend": backend.key.backend,
                         "generation": backend.key.generation,
                         "mirror": backend.mirror.value,
+                        "draining": backend.draining,
                         "slots": backend.slots,
                         "charged": backend.charged,
                         "cancelling": backend.cancelling,

@@ -164,6 +164,9 @@ class _Observer:
         self._proxy.reconciler.forget(key)
         self._proxy.admission.backend_down(key, error)
 
+    def on_draining(self, key: BackendKey, draining: bool) -> None:
+        self._proxy.admission.backend_draining(key, draining=draining)
+
     def on_load_failed(self, model: str, error: ProxyError) -> None:
         self._proxy.admission.load_failed(model, error)
 

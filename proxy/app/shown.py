@@ -1,10 +1,10 @@
-"""Jobs, gates, leases and reports of backends as JSON values; names with a unit end in it."""
+"""Engines, jobs, gates, leases and reports of backends as JSON values; names with a unit end in it."""
 
 from collections.abc import Callable
 from typing import Any
 
 from proxy.backends import Gate, HostStatus, Job, Lease, ReconcileReport, UnloadReport
-from proxy.types import Audit
+from proxy.types import Audit, Snapshot
 
 
 def job_shown(job: Job, seconds: float) -> dict[str, Any]:
@@ -53,6 +53,28 @@ def lease_shown(lease: Lease, left_s: float) -> dict[str, Any]:
         "left_s": round(left_s, 3),
         "expires_at": lease.expires_wall,
         "by": _by(lease.audit),
+    }
+
+
+def engine_shown(seen: Snapshot, now: float) -> dict[str, Any]:
+    """Return an engine as it was last seen."""
+    return {
+        "backend": seen.key.backend,
+        "phase": seen.phase.value,
+        "cohort": seen.cohort,
+        "age_s": round(now - seen.taken_at, 3),
+        "slots": [
+            {
+                "id": slot.id,
+                "busy": slot.busy,
+                "member": slot.member.value,
+                "request": slot.tag or None,
+                "held_tokens": slot.held_tokens,
+                "prompt_tokens": slot.prompt_tokens,
+                "decoded_tokens": slot.decoded_tokens,
+            }
+            for slot in seen.slots
+        ],
     }
 
 

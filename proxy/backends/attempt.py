@@ -7,6 +7,7 @@ import asyncio
 
 from proxy import logs
 from proxy.backends.bringup import Progress, Recipe, Running, bring_up
+from proxy.backends.reach import reach
 from proxy.backends.runrecord import RunRecord
 from proxy.backends.takeover import take_over
 from proxy.backends.views import Stage
@@ -23,8 +24,12 @@ async def attempt(recipe: Recipe, progress: Progress, left: RunRecord | None) ->
             running = await _taken_over(recipe, progress, left) if left is not None else None
             if running is None and recipe.host is not None:
                 await recipe.host.ensure(recipe.name, asked=progress.asked, told=progress.waking)
-            if running is not None or recipe.room is None or recipe.model.url is not None:
-                return running or await bring_up(recipe, progress)
+            if running is not None:
+                return running
+            if recipe.model.url is not None or recipe.model.dns is not None:
+                return await reach(recipe, progress)
+            if recipe.room is None:
+                return await bring_up(recipe, progress)
             async with recipe.room.reserved(recipe.name, progress.waiting):
                 progress.stage = Stage.ENGINE
                 return await bring_up(recipe, progress)

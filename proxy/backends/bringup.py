@@ -1,4 +1,4 @@
-"""Brings one backend up: start, find its port, wait for health against exit, verify, ask what it is.
+"""Brings one process up: start, find its port, wait for health against exit, verify, ask what it is.
 
 Cleans up after itself: when it raises or is cancelled, no process and no connection is left.
 """
@@ -7,7 +7,6 @@ import asyncio
 import os
 import re
 import secrets
-import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final, TypeVar
@@ -19,6 +18,7 @@ from proxy.backends.hostkeeper import HostKeeper
 from proxy.backends.listening import Owner, Reservation, own_port, owner
 from proxy.backends.logfeed import LogFeed
 from proxy.backends.logtail import LogTail
+from proxy.backends.names import Lookup, look_up
 from proxy.backends.process import EngineProcess, describe_exit
 from proxy.backends.room import Room
 from proxy.backends.runrecord import TOKEN_VARIABLE, RunRecord, recipe_of
@@ -32,10 +32,8 @@ from proxy.types import EngineInfo
 
 _T = TypeVar("_T")
 PORT_TRIES: Final = 5
-REACH_S: Final = 10.0
-"""How long a remote engine may be silent before waiting for it is given up (one that says it loads is waited for)."""
-_FIRST_PROBE_S: Final = 0.02
-_SLOWEST_PROBE_S: Final = 0.25
+FIRST_PROBE_S: Final = 0.02
+SLOWEST_PROBE_S: Final = 0.25
 _PROPS_TIMEOUT_S: Final = 5.0
 _BIND_FAILED: Final = re.compile(r"couldn't bind|address already in use|EADDRINUSE|bind.*fail", re.IGNORECASE)
 
@@ -58,6 +56,7 @@ class Recipe:
     room: Room | None = None
     slots: SlotCache | None = None
     host: HostKeeper | None = None
+    lookup: Lookup = look_up
     inherited: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     cores: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
 
@@ -74,7 +73,7 @@ class Recipe:
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """A backend that answers. `process` and `run` are None for a remote one."""
+    """A backend that answers. `process` and `run` are None for a remote one; `address` is that of one behind a name."""
 
     client: EngineClient
     info: EngineInfo
@@ -82,6 +81,7 @@ class Running:
     port: int | None = None
     identity: str = ""
     run: RunRecord | None = None
+    address: str = ""
 
 
 @dataclass(slots=True)
@@ -112,9 +112,7 @@ class Progress:
 
 
 async def bring_up(recipe: Recipe, progress: Progress) -> Running:
-    """Return a backend that is healthy, verified and known. Raises `ProxyError`."""
-    if recipe.model.url is not None:
-        return await _reach(recipe, recipe.model.url, progress)
+    """Return a process of ours that is healthy, verified and known. Raises `ProxyError`."""
     engine = await recipe.resolve(recipe.model) if needs_engine(recipe.model) else None
     for _ in range(PORT_TRIES):
         try:
@@ -125,19 +123,6 @@ async def bring_up(recipe: Recipe, progress: Progress) -> Running:
         ErrorCode.MODEL_LOAD_FAILED,
         f"model {recipe.name!r}: {PORT_TRIES} ports in a row were taken by other programs",
     )
-
-
-async def _reach(recipe: Recipe, url: str, progress: Progress) -> Running:
-    secret = recipe.model.upstream_key
-    client = EngineClient(url, secret.get_secret_value() if secret else "")
-    try:
-        progress.started(None)
-        await _until_reached(recipe, url, client)
-        progress.stage = Stage.PROBING
-        return Running(client, await ask_props(recipe, client))
-    except BaseException:
-        await client.close()
-        raise
 
 
 async def _run(recipe: Recipe, engine: EngineBinary | None, progress: Progress) -> Running:
@@ -231,38 +216,21 @@ async def or_exit(recipe: Recipe, process: EngineProcess, work: Awaitable[_T]) -
 async def _port(process: EngineProcess, reservation: Reservation | None) -> int:
     if reservation is not None:
         return reservation.port
-    delay = _FIRST_PROBE_S
+    delay = FIRST_PROBE_S
     while True:
         port = own_port(process.pid)
         if port is not None:
             return port
         await asyncio.sleep(delay)
-        delay = min(delay * 1.5, _SLOWEST_PROBE_S)
-
-
-async def _until_reached(recipe: Recipe, url: str, client: EngineClient) -> None:
-    """Wait for a remote that loads, but not for one that does not answer at all."""
-    down_since = time.monotonic()
-    delay = _FIRST_PROBE_S
-    while (seen := await probes.health(client)) is not probes.Health.OK:
-        if seen is not probes.Health.DOWN:
-            down_since = time.monotonic()
-        elif time.monotonic() - down_since > REACH_S:
-            raise ProxyError(
-                ErrorCode.MODEL_LOAD_FAILED,
-                f"model {recipe.name!r}: nothing answered at {url} for {REACH_S:g} s; "
-                "start that server or correct the url",
-            )
-        await asyncio.sleep(delay)
-        delay = min(delay * 1.5, _SLOWEST_PROBE_S)
+        delay = min(delay * 1.5, SLOWEST_PROBE_S)
 
 
 async def until_healthy(client: EngineClient) -> None:
     """Wait until the engine says that it serves; give it a deadline."""
-    delay = _FIRST_PROBE_S
+    delay = FIRST_PROBE_S
     while await probes.health(client) is not probes.Health.OK:
         await asyncio.sleep(delay)
-        delay = min(delay * 1.5, _SLOWEST_PROBE_S)
+        delay = min(delay * 1.5, SLOWEST_PROBE_S)
 
 
 async def ask_props(recipe: Recipe, client: EngineClient) -> EngineInfo:

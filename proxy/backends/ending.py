@@ -9,9 +9,10 @@ from dataclasses import dataclass
 
 from proxy import logs
 from proxy.backends.bringup import Progress, Recipe, Running
-from proxy.backends.live import Live, end
+from proxy.backends.live import end
 from proxy.backends.process import EngineProcess, StopReport
 from proxy.backends.runrecord import RunRecord
+from proxy.backends.serving import Serving
 from proxy.errors import ProxyError
 
 _log = logs.get("backends")
@@ -24,7 +25,7 @@ class Remains:
     `left` is the record of a process of an earlier proxy that may not have been taken over yet.
     """
 
-    live: Live | None
+    live: Serving | None
     trying: "asyncio.Task[Running | None] | None"
     progress: Progress | None
     left: RunRecord | None
@@ -60,7 +61,7 @@ async def end_all(
 
 
 async def _put_down(
-    recipe: Recipe, live: Live, error: ProxyError, grace_s: Callable[[], float], *, shutdown: bool
+    recipe: Recipe, live: Serving, error: ProxyError, grace_s: Callable[[], float], *, shutdown: bool
 ) -> StopReport | None:
     """End a backend that served, or let go of one that is kept."""
     try:

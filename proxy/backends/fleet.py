@@ -21,6 +21,7 @@ from proxy.backends.hostkeeper import HostStatus
 from proxy.backends.jobs import Job, JobKind
 from proxy.backends.leasing import Leasing
 from proxy.backends.loadjobs import LoadJobs
+from proxy.backends.names import Lookup, look_up
 from proxy.backends.ports import ControlEvent, Listener, NoRequests, Requests
 from proxy.backends.reconcile import ReconcileReport
 from proxy.backends.reconciler import reconcile
@@ -56,10 +57,9 @@ _log = logs.get("backends")
 def check_models(models: Mapping[str, Model], defaults: Engine) -> None:
     """Refuse models that cannot be run, before anything starts. Raises `ConfigError` naming the field."""
     for name, model in models.items():
-        if model.dns is not None:
-            raise ConfigError(f"models.{name}.dns: backends by name are not supported yet; use url")
-        if model.on_proxy_exit == "keep" and model.url is not None:
-            raise ConfigError(f"models.{name}.on_proxy_exit: keep has no meaning with url; remove it")
+        elsewhere = "url" if model.url is not None else "dns" if model.dns is not None else ""
+        if model.on_proxy_exit == "keep" and elsewhere:
+            raise ConfigError(f"models.{name}.on_proxy_exit: keep has no meaning with {elsewhere}; remove it")
         check(name, model, defaults)
 
 
@@ -84,6 +84,7 @@ class Fleet(FleetView):
         state: StateDir | None = None,
         listener: Listener | None = None,
         gpus: Gpus | None = None,
+        lookup: Lookup = look_up,
     ) -> None:
         """Check the models; nothing runs yet. Raises `ConfigError`.
 
@@ -124,6 +125,7 @@ class Fleet(FleetView):
         )
         self._told, self._clock = told, clock
         self._engine, self._resolver, self._verify = settings.engine, engine_resolver, verify
+        self._lookup = lookup
         for name, model in self._models.items():
             self._runners[name] = self._new_runner(name, model)
         self._room.open(self._runners)
@@ -184,6 +186,7 @@ class Fleet(FleetView):
             room=self._room,
             slots=SlotCache(self._state, name, recipe_of(model, self._engine)) if keeps_slots else None,
             host=self._hosting.keeper(model),
+            lookup=self._lookup,
         )
 
     # -- the life of the fleet --------------------------------------------------------------------------

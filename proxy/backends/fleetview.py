@@ -33,8 +33,12 @@ class FleetView:
         return self._runner(model).key
 
     def snapshot(self, model: str) -> Snapshot | None:
-        """Return the newest snapshot of a ready backend (see its age)."""
+        """Return the newest snapshot of a ready backend (see its age), of several engines that of the busiest."""
         return self._runner(model).snapshot()
+
+    def snapshots(self, model: str) -> tuple[Snapshot, ...]:
+        """Return the newest snapshot of each of a ready model's engines."""
+        return self._runner(model).snapshots()
 
     def status(self, model: str) -> ModelStatus:
         """Return a model's whole state at this instant."""

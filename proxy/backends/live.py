@@ -2,16 +2,17 @@
 
 import asyncio
 import contextlib
-from collections.abc import Callable
 from typing import Final
 
 from proxy import logs
 from proxy.backends import modelfile, probes
 from proxy.backends.bringup import Recipe, Running
+from proxy.backends.client import EngineClient
 from proxy.backends.command import batch_tokens
 from proxy.backends.mirror import Mirror
 from proxy.backends.process import StopReport
 from proxy.backends.sentinel import Lost, Sentinel
+from proxy.backends.voice import Voice
 from proxy.backends.watchdog import Rules
 from proxy.clock import Clock
 from proxy.errors import ProxyError
@@ -25,7 +26,7 @@ _log = logs.get("backends")
 
 
 class Live:
-    """What is there while a backend is ready. `lost` is told once when it goes by itself."""
+    """What is there while one engine is ready (see `Serving`). `lost` is told once when it goes by itself."""
 
     def __init__(
         self,
@@ -35,13 +36,13 @@ class Live:
         *,
         metrics: Metrics,
         clock: Clock,
-        on_snapshot: Callable[[Snapshot], None],
+        voice: Voice,
         lost: Lost,
     ) -> None:
         self.key: Final = key
         self.running: Final = running
         self._recipe = recipe
-        self._on_snapshot = on_snapshot
+        self._voice = voice
         client = running.client
         self.sentinel: Final = Sentinel(
             key, running.process, _rules(recipe, running.info), metrics=metrics, clock=clock, lost=lost
@@ -59,21 +60,53 @@ class Live:
         )
 
     def _seen(self, snapshot: Snapshot) -> None:
-        self._on_snapshot(snapshot)
+        self._voice.snapshot(snapshot)
         self.sentinel.seen(snapshot)
+
+    def begin(self) -> None:
+        self._voice.ready(self.key, self.running.info)
+        self.mirror.start()
+
+    @property
+    def exchanges(self) -> int:
+        return self.running.client.exchanges
+
+    @property
+    def quiet_since(self) -> float:
+        return self.running.client.quiet_since
+
+    @property
+    def snapshots(self) -> tuple[Snapshot, ...]:
+        return () if self.mirror.latest is None else (self.mirror.latest,)
+
+    def client(self, key: BackendKey) -> EngineClient | None:
+        return self.running.client if key == self.key else None
+
+    def poke(self, key: BackendKey | None = None) -> None:
+        if key is None or key == self.key:
+            self.mirror.poke()
+
+    async def watch_exit(self) -> None:
+        await self.sentinel.watch_exit()
+
+    def excused(self) -> contextlib.AbstractContextManager[None]:
+        return self.sentinel.excused()
+
+    def dismiss(self) -> None:
+        self.sentinel.dismiss()
+
+    def farewell(self, error: ProxyError) -> None:
+        self._voice.down(self.key, error)
 
     @property
     def kept(self) -> bool:
-        """Whether the process may outlive the proxy: it was started so, and the next one can find it."""
         return self.running.run is not None and self.running.run.keep
 
     def renounce(self) -> None:
-        """Note that the process is being ended, should the proxy die now. Takes effect before it returns."""
         if self.running.run is not None:
             self._recipe.runs.renounce(self.running.run)
 
     async def let_go(self, error: ProxyError) -> None:
-        """Stop polling, give requests a moment to write their error, then close every connection."""
         await self.mirror.stop()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LET_GO_S):
@@ -81,13 +114,11 @@ class Live:
         await self.running.client.close(error.message)
 
     async def clear(self, error: ProxyError) -> StopReport | None:
-        """Clear away what is left of a backend that was lost."""
         await self.mirror.stop()
         await self.running.client.close(error.message)
         return await end(self._recipe, self.running, 0)
 
     async def detach(self) -> None:
-        """Let the process run on for the next proxy."""
         process = self.running.process
         if process is not None:
             _log.info("engine kept", model=self.key.model, pid=process.pid)

@@ -65,6 +65,9 @@ class LoadJobs:
     def on_down(self, key: BackendKey, error: ProxyError) -> None:
         """Nothing of a load."""
 
+    def on_draining(self, key: BackendKey, draining: bool) -> None:
+        """Nothing of a load."""
+
     def on_load_failed(self, model: str, error: ProxyError) -> None:
         self._failed(model, error)
 

@@ -55,7 +55,7 @@ async def _look(runner: ModelRunner, runs: RunStore, requests: Requests) -> tupl
     records = runs.known(runner.name)
     seen = await asyncio.to_thread(processes)
     # from here on nothing awaits: state, books and slots are of one instant
-    status, snapshot, live = runner.status(), runner.fresh_snapshot(FRESH_S), requests.live(runner.name)
+    status, slots, live = runner.status(), runner.fresh_slots(FRESH_S), requests.live(runner.name)
     pid, present = status.pid, runner.token
     tokens = {record.token for record in records}
     bearers = {p: s.token for p, s in seen.items() if s.token in tokens}
@@ -69,14 +69,14 @@ async def _look(runner: ModelRunner, runs: RunStore, requests: Requests) -> tupl
         bearers=frozenset() if moving else frozenset(bearers),
         family=frozenset(p for p, token in bearers.items() if token == present),
         stale=frozenset() if moving else frozenset(tokens - {present} - set(bearers.values())),
-        slots=snapshot.slots if snapshot else None,
+        slots=slots,
         foreign=_foreign(pid, status.port) if status.state is ModelState.READY else 0,
         books=requests.check(runner.name),
     )
     checked = ["books", "processes", "records"]
     if pid is not None and status.port is not None:
         checked.append("sockets")
-    if snapshot is not None:
+    if slots is not None:
         checked.append("slots")
     return facts, tuple(checked)
 

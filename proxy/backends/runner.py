@@ -9,6 +9,7 @@ import contextlib
 from collections import deque
 from collections.abc import Awaitable, Coroutine
 from dataclasses import replace
+from itertools import count
 from typing import Any, TypeVar, assert_never
 
 from proxy import logs
@@ -40,7 +41,9 @@ from proxy.backends.lifecycle import (
 )
 from proxy.backends.live import Live
 from proxy.backends.process import StopReport, process_status
+from proxy.backends.replicas import Replicas
 from proxy.backends.runrecord import RunRecord
+from proxy.backends.serving import Serving
 from proxy.backends.sight import Sight
 from proxy.backends.views import FleetObserver
 from proxy.backends.voice import Voice
@@ -77,6 +80,8 @@ class ModelRunner(Sight):
         self._loss: ProxyError | None = None
         self._farewell: ProxyError | None = None
         self._left: RunRecord | None = None
+        self._numbers = count(1)
+        """Generations of engines behind a name: each that joins gets the next."""
 
     @property
     def _backoff(self) -> Backoff:
@@ -126,7 +131,7 @@ class ModelRunner(Sight):
         live, cache = self._live, self._recipe.slots
         if live is None or cache is None or self.key != live.key or self.exchanges:
             return 0
-        with live.sentinel.excused():
+        with live.excused():
             return await cache.save(live.running.client, live.running.info)
 
     def refit(self, recipe: Recipe) -> None:
@@ -181,10 +186,10 @@ class ModelRunner(Sight):
                 error = self._farewell or words.gone(self.name, effect.cause)
                 if self._live is not None and effect.was_ready:
                     self._learn(self._live.running)
-                    self._live.sentinel.dismiss()
+                    self._live.dismiss()
                     if effect.cause is not Cause.SHUTDOWN:
                         self._live.renounce()
-                    self._voice.down(self._live.key, error)
+                    self._live.farewell(error)
                 self._fail_job(error)
                 self._stopper = self._task(self._stop(effect, error, self._stopper), "stop")
             case EngineLost():
@@ -246,21 +251,34 @@ class ModelRunner(Sight):
 
     def _arrived(self, generation: int, running: Running) -> None:
         key = BackendKey(self.name, self.kind.value, generation)
-        self._live = live = Live(
-            key,
-            running,
-            self._recipe,
-            metrics=self._metrics,
-            clock=self._clock,
-            on_snapshot=self._voice.snapshot,
-            lost=self._told_lost,
-        )
+        live: Serving
+        if self._recipe.model.dns is None:
+            live = Live(
+                key,
+                running,
+                self._recipe,
+                metrics=self._metrics,
+                clock=self._clock,
+                voice=self._voice,
+                lost=self._told_lost,
+            )
+        else:
+            live = Replicas(
+                key,
+                running,
+                self._recipe,
+                metrics=self._metrics,
+                clock=self._clock,
+                voice=self._voice,
+                lost=self._told_lost,
+                numbers=self._numbers,
+            )
+        self._live = live
         self._failure = None
         self._post(BecameReady(generation))
-        self._voice.ready(key, running.info)
-        live.mirror.start()
+        live.begin()
         if running.process is not None:
-            watcher = self._task(live.sentinel.watch_exit(), "watch")
+            watcher = self._task(live.watch_exit(), "watch")
             self._watchers.add(watcher)
             watcher.add_done_callback(self._watchers.discard)
         if self._job is not None and not self._job.done():
@@ -283,7 +301,7 @@ class ModelRunner(Sight):
         error, self._loss = self._loss or ProxyError(ErrorCode.UPSTREAM_ERROR, "the engine ended"), None
         self._failure = error
         live.renounce()
-        self._voice.down(live.key, error)
+        live.farewell(error)
         self._stopper = self._task(live.clear(error), "clear")
 
     async def _stop(

@@ -10,6 +10,7 @@ from typing import Final
 from proxy import logs
 from proxy.backends.client import ProbeError
 from proxy.backends.process import EngineProcess, describe_exit
+from proxy.backends.views import Kind
 from proxy.backends.watchdog import Rules, Watchdog, Wedged
 from proxy.clock import Clock
 from proxy.errors import ErrorCode, ProxyError
@@ -83,7 +84,8 @@ class Sentinel:
         model = self._key.model
         if self._process is None:
             if count >= REMOTE_LOST_POLLS:
-                text = f"the remote engine of model {model!r} does not answer any more: {error}"
+                at = "" if self._key.backend == Kind.REMOTE else f" at {self._key.backend}"
+                text = f"the remote engine of model {model!r}{at} does not answer any more: {error}"
                 self._tell(Cause.CRASH, ErrorCode.UPSTREAM_ERROR, text)
             return
         if error.refused and count >= DEAF_POLLS:

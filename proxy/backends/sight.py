@@ -6,15 +6,15 @@ Reading is free and changes nothing; who changes it is the runner (`runner.py`).
 from typing import Final
 
 from proxy.backends.bringup import Progress, Recipe
-from proxy.backends.client import DeadUpstream, EngineClient
+from proxy.backends.client import DeadUpstream
 from proxy.backends.lifecycle import Life
-from proxy.backends.live import Live
 from proxy.backends.logfeed import LogFollower
 from proxy.backends.process import EngineProcess
+from proxy.backends.serving import Serving
 from proxy.backends.views import Kind, ModelStatus, Stage
 from proxy.clock import Clock
 from proxy.errors import ProxyError
-from proxy.types import BackendKey, ModelState, Snapshot
+from proxy.types import BackendKey, ModelState, SlotView, Snapshot
 from proxy.upstream import Upstream
 
 _WAITS: Final = (Stage.WAKING, Stage.MEMORY)
@@ -29,7 +29,7 @@ class Sight:
         self._clock = clock
         self._life = Life()
         self._since = clock()
-        self._live: Live | None = None
+        self._live: Serving | None = None
         self._progress: Progress | None = None
         self._last_process: EngineProcess | None = None
         self._failure: ProxyError | None = None
@@ -37,7 +37,8 @@ class Sight:
     @property
     def kind(self) -> Kind:
         """How its backend comes to be."""
-        return Kind.REMOTE if self._recipe.model.url is not None else Kind.PROCESS
+        model = self._recipe.model
+        return Kind.DNS if model.dns is not None else Kind.REMOTE if model.url is not None else Kind.PROCESS
 
     @property
     def key(self) -> BackendKey | None:
@@ -45,25 +46,28 @@ class Sight:
         return self._live.key if self._live and self._life.operational is ModelState.READY else None
 
     def upstream(self, key: BackendKey) -> Upstream:
-        """Return the way to this generation; a dead end when it is not the present one."""
-        if self._live is not None and self.key == key:
-            return self._live.running.client
+        """Return the way to an engine of this generation; a dead end when it is not the present one."""
+        client = self._live.client(key) if self._live is not None and self.key is not None else None
+        if client is not None:
+            return client
         return DeadUpstream(f"backend generation {key.generation} of model {self.name!r} is gone")
 
     def poke(self, key: BackendKey) -> None:
         """Poll `/slots` now; a stale key changes nothing."""
-        if self._live is not None and self._live.key == key:
-            self._live.mirror.poke()
+        if self._live is not None:
+            self._live.poke(key)
 
     def poke_now(self) -> None:
-        """Poll the ready backend's slots now, if there is one."""
+        """Poll the slots of all that is ready now."""
         if self._live is not None:
-            self._live.mirror.poke()
+            self._live.poke()
 
-    def fresh_snapshot(self, age_s: float) -> Snapshot | None:
-        """Return the newest snapshot unless it is older than this."""
-        snapshot = self.snapshot()
-        return snapshot if snapshot is not None and self._clock() - snapshot.asked_at <= age_s else None
+    def fresh_slots(self, age_s: float) -> tuple[SlotView, ...] | None:
+        """Return the slots of all engines as last seen; None when one of them was not seen for this long."""
+        snapshots, now = self.snapshots(), self._clock()
+        if not snapshots or any(now - snapshot.asked_at > age_s for snapshot in snapshots):
+            return None
+        return tuple(slot for snapshot in snapshots for slot in snapshot.slots)
 
     @property
     def token(self) -> str:
@@ -72,8 +76,12 @@ class Sight:
         return run.token if run else ""
 
     def snapshot(self) -> Snapshot | None:
-        """Return the newest snapshot of the ready generation."""
-        return self._live.mirror.latest if self._live and self.key else None
+        """Return the newest snapshot of the ready generation, of several engines that of the busiest."""
+        return max(self.snapshots(), key=lambda snapshot: snapshot.busy, default=None)
+
+    def snapshots(self) -> tuple[Snapshot, ...]:
+        """Return the newest snapshot of each engine of the ready generation."""
+        return self._live.snapshots if self._live and self.key else ()
 
     def log_tail(self, lines: int) -> list[str]:
         """Return the last lines of the present or last process."""
@@ -116,10 +124,9 @@ class Sight:
     @property
     def idle_since(self) -> float | None:
         """When the ready backend's last exchange ended (or it became ready); None while it is busy or not ready."""
-        client = self._client
-        if client is None or self.key is None or client.exchanges:
+        if self._live is None or self.key is None or self.exchanges:
             return None
-        return max(self._since, client.quiet_since)
+        return max(self._since, self._live.quiet_since)
 
     def status(self) -> ModelStatus:
         """Return the whole state at this instant."""
@@ -149,10 +156,6 @@ class Sight:
         )
 
     @property
-    def _client(self) -> EngineClient | None:
-        return self._live.running.client if self._live else None
-
-    @property
     def exchanges(self) -> int:
         """Requests that are with the engine."""
-        return self._client.exchanges if self._client else 0
+        return self._live.exchanges if self._live else 0

@@ -24,6 +24,7 @@ class Kind(StrEnum):
 
     PROCESS = "process"
     REMOTE = "remote"
+    DNS = "dns"
 
 
 class Stage(StrEnum):
@@ -47,6 +48,9 @@ class FleetObserver(Protocol):
 
     def on_down(self, key: BackendKey, error: ProxyError) -> None:
         """A ready backend is gone or about to be stopped. End its requests now: sockets close next."""
+
+    def on_draining(self, key: BackendKey, draining: bool) -> None:
+        """A ready engine is to get no new requests (or is again); what runs there goes on."""
 
     def on_load_failed(self, model: str, error: ProxyError) -> None: ...
 

@@ -41,6 +41,10 @@ class Voice:
         """A backend that served is gone or about to be."""
         self._tell(self._observer.on_down, key, error)
 
+    def draining(self, key: BackendKey, *, draining: bool) -> None:
+        """An engine that serves is to get no new requests, or is again."""
+        self._tell(self._observer.on_draining, key, draining)
+
     def load_failed(self, error: ProxyError) -> None:
         """A load that somebody waits for will not come."""
         _log.warning("load failed", model=self._name, code=error.code.value, error=error.message)
@@ -76,6 +80,9 @@ class Told:
 
     def on_down(self, key: BackendKey, error: ProxyError) -> None:
         self._each("on_down", key, error)
+
+    def on_draining(self, key: BackendKey, draining: bool) -> None:
+        self._each("on_draining", key, draining)
 
     def on_load_failed(self, model: str, error: ProxyError) -> None:
         self._each("on_load_failed", model, error)

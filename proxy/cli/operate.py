@@ -291,6 +291,10 @@ def _model_row(model: dict[str, Any]) -> tuple[str, ...]:
         notes.append(gate_["reason"])
     if backend["stage"]:
         notes.append(backend["stage"] + (f" for {backend['waits_for']}" if backend["waits_for"] else ""))
+    if backend["kind"] == "dns" and model["state"] == "ready":
+        there = admission["backends"]
+        leaving = sum(one["draining"] for one in there)
+        notes.append(f"{len(there)} engines" + (f", {leaving} leaving" if leaving else ""))
     if backend["last_error"] and model["state"] in {"failed", "unloaded"}:
         notes.append(backend["last_error"].splitlines()[0])
     if backend["retry_in_s"]:

@@ -5,6 +5,7 @@ from proxy.admission.core import step
 from proxy.admission.events import (
     Arrived,
     BackendDown,
+    BackendDraining,
     BackendReady,
     Cancelled,
     Configured,
@@ -100,6 +101,10 @@ class Scene:
 
     def down(self, key=None, code=ErrorCode.UPSTREAM_ERROR):
         self.post(BackendDown(key or backend(), ProxyError(code, "gone")))
+        return self
+
+    def drain(self, key=None, draining=True):
+        self.post(BackendDraining(key or backend(), draining))
         return self
 
     def load_failed(self, model=MODEL):

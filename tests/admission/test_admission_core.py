@@ -565,6 +565,25 @@ def test_dropped_model_lets_what_runs_finish_and_is_forgotten():
     assert s.state.rooms == {}
 
 
+def test_a_draining_backend_gets_nothing_new():
+    """What runs there goes on; who waits goes elsewhere, waits, or is taken when it no longer drains."""
+    one, two = backend(1, "one"), backend(1, "two")
+    s = Scene().ready(slots=2, key=one).ready(slots=2, key=two).arrive("a").arrive("b")
+    assert {s.grant("a").key, s.grant("b").key} == {one, two}
+    here, there = ("a", "b") if s.grant("a").key == one else ("b", "a")
+    s.drain(one).arrive("c").arrive("d").arrive("zero", tasks=0)
+    assert s.grant("c").key == s.grant("zero").key == two
+    assert s.waiting == ["d"] and s.reason("d") is Reason.NO_FREE_SLOT and s.view.free == 0
+    s.drain(backend(2, "one"), draining=False)
+    assert s.waiting == ["d"], "of another generation"
+    s.release(here)
+    assert s.outcomes[here] is Outcome.COMPLETED and s.waiting == ["d"]
+    s.drain(one, draining=False)
+    assert s.grant("d").key == one
+    s.release(there, "c", "d").drain(one).drain(two).arrive("e").arrive("wide", tasks=9)
+    assert s.waiting == ["e", "wide"] and s.reason("wide") is Reason.NO_FREE_SLOT and s.loads == 0
+
+
 def test_several_backends_share_the_queue():
     s = Scene().ready(slots=1, key=backend(1, "x")).ready(slots=2, key=backend(1, "y"))
     for name in "abcd":

@@ -17,6 +17,7 @@ from proxy.admission.events import (
     ArmTimer,
     Arrived,
     BackendDown,
+    BackendDraining,
     BackendReady,
     Cancelled,
     Committed,
@@ -220,6 +221,9 @@ class History:
                     assert ticket not in self.outcomes, "granted after its end"
                     assert grant.key.generation == self.generation[grant.key.model], "granted to the dead"
                     assert grant.tag not in self.past_tags, "two grants with one tag"
+                    assert not self.state.rooms[grant.key.model].books["b"].draining, (
+                        "granted to one that drains"
+                    )
                     self.grants[ticket] = grant
                     self.past_tags.append(grant.tag)
                 case Recall(ticket):
@@ -426,7 +430,9 @@ class History:
     def trouble(self, model):
         """What operators and crashes do."""
         pick = self.pick
-        kind = pick.one("cancel", "swap", "ready", "down", "failed", "gate", "open", "open", "end", "stop")
+        kind = pick.one(
+            "cancel", "swap", "ready", "down", "drain", "failed", "gate", "open", "open", "end", "stop"
+        )
         stale = pick.chance(50)
         match kind:
             case "cancel" if self.specs:
@@ -439,6 +445,9 @@ class History:
                 self.up[model] = self.up[model] and stale
                 key = backend(self.generation[model] - int(stale), model=model)
                 self.post(BackendDown(key, ProxyError(ErrorCode.UPSTREAM_ERROR, "x")))
+            case "drain":
+                key = backend(self.generation[model] - int(pick.chance(10)), model=model)
+                self.post(BackendDraining(key, stale))
             case "failed":
                 self.post(LoadFailed(model, ProxyError(ErrorCode.MODEL_LOAD_FAILED, "x")))
             case "gate":
@@ -580,6 +589,8 @@ class History:
             if first is None or held.closed:
                 continue
             ledger = next(iter(room.books.values()))
+            if ledger.draining:
+                continue
             wide = first.spec.tasks > SLOTS[model] >= first.spec.n
             capacity = ledger.capacity(self.now)
             if not held.standby:

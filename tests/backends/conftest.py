@@ -75,6 +75,9 @@ class Recorder:
     def on_down(self, key: BackendKey, error: ProxyError) -> None:
         self._note("down", (key, error))
 
+    def on_draining(self, key: BackendKey, draining: bool) -> None:
+        self._note("draining", (key, draining))
+
     def on_load_failed(self, model: str, error: ProxyError) -> None:
         self._note("load_failed", (model, error))
 

@@ -15,6 +15,7 @@ from proxy.admission import Admission, TicketSpec
 from proxy.backends import Fleet
 from proxy.backends.gatekeeper import blocked, opened
 from proxy.backends.jobs import JobKind, JobState
+from proxy.backends.names import look_up
 from proxy.backends.ports import JobChanged, LiveRequests
 from proxy.backends.views import Then
 from proxy.catalog import Catalog
@@ -68,7 +69,7 @@ def tagged(request, tag):
 class World(Recorder):
     """A fleet and an admission wired to each other, and clients."""
 
-    def __init__(self, models, engine, *, state=None, args=LONG, **admission):
+    def __init__(self, models, engine, *, state=None, args=LONG, lookup=look_up, **admission):
         super().__init__()
         configured = {name: {"stop": {"grace_s": GRACE_S}} | model for name, model in models.items()}
         settings = Settings.model_validate(
@@ -92,6 +93,7 @@ class World(Recorder):
             requests=Books(self),
             state=state,
             listener=self.told.append,
+            lookup=lookup,
         )
         self.admission = Admission(settings, self.metrics, self, clock=monotonic)
 
@@ -102,6 +104,10 @@ class World(Recorder):
     def on_down(self, key, error):
         super().on_down(key, error)
         self.admission.backend_down(key, error)
+
+    def on_draining(self, key, draining):
+        super().on_draining(key, draining)
+        self.admission.backend_draining(key, draining=draining)
 
     def on_load_failed(self, model, error):
         super().on_load_failed(model, error)

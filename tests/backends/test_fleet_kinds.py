@@ -207,7 +207,7 @@ async def test_metrics_tell_the_life(fleets, engine_binary, mid_model, tmp_path)
 
 def test_what_is_not_supported_is_said_before_anything_starts(tmp_path):
     for model, message in (
-        ({"dns": "llama.svc:8080"}, r"models\.m\.dns: backends by name are not supported yet"),
+        ({"dns": "x:1", "on_proxy_exit": "keep"}, r"models\.m\.on_proxy_exit: keep has no meaning with dns"),
         ({"url": "http://x:1", "on_proxy_exit": "keep"}, r"models\.m\.on_proxy_exit: keep has no meaning"),
         ({"path": "x", "args": ["--port", "1"]}, r"models\.m\.args: --port may not be set here"),
     ):
@@ -215,6 +215,8 @@ def test_what_is_not_supported_is_said_before_anything_starts(tmp_path):
             make_fleet({"m": model})
     with pytest.raises(ValueError, match=r"models\.m\.url\n.*expected http://"):
         make_fleet({"m": {"url": "llama:8080"}})
+    with pytest.raises(ValueError, match=r"models\.m\.dns\n.*expected host:port"):
+        make_fleet({"m": {"dns": "llama.svc"}})
 
 
 async def test_an_unknown_model(fleets):
