@@ -16,7 +16,7 @@ def estimate(room: Room, entry: Entry) -> tuple[float, float]:
     """Return a ticket's prompt tokens, and how many of them the best placed engine would have to read."""
     spec = entry.spec
     whole = room.lengths.prompt_tokens(spec.prompt_bytes or spec.body_bytes)
-    cached = max((book.prefixes.cached(spec.prefix) for book in room.books.values()), default=0)
+    cached = max((book.prefixes.cached(spec.prefix) for book in room.takers), default=0)
     return whole, max(0.0, whole - cached)
 
 

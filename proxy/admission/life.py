@@ -207,7 +207,7 @@ def retry_after_s(room: Room, now: float, *, ahead: int | None = None) -> float:
 
     `ahead` requests have to be served until then (None: all that wait).
     """
-    in_flight = sum(ledger.info.slots + int(ledger.phased) for ledger in room.books.values())
+    in_flight = sum(ledger.info.slots + int(ledger.phased) for ledger in room.takers)
     return room.turnover.retry_after_s(now, len(room.queue) if ahead is None else ahead, in_flight)
 
 

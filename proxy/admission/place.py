@@ -35,13 +35,14 @@ def find(
 
     `plan` says which engines take nothing now, or no standby.
 
-    One whose cohort still takes members first, then an idle one, then the least expected wait; what it
+    One that is seen first, of these one whose cohort still takes members, then an idle one, then the least expected wait; what it
     still has of the conversation breaks ties, then room.
     """
     best: Placed | None = None
     rank: tuple[float, ...] = ()
     spec = entry.spec
-    for ledger in room.takers:
+    # what takes no slot is no burden to an engine that is about to go
+    for ledger in room.takers or (room.books.values() if spec.tasks == 0 else ()):
         slots = ledger.info.slots
         charged = cost.charge(spec.tasks, spec.n, slots)
         if charged > 0 and (free_only or (plan is not None and ledger in plan.closed)):
@@ -53,7 +54,9 @@ def find(
         if not capacity.fits(charged, wide):
             continue
         cached = ledger.prefixes.cached(spec.prefix)
-        mine = (*ledger.expected_wait(now), -cached, -capacity.free)
+        # one that is not seen any more may be dead: only if there is no other
+        silent = capacity.mirror is Mirror.STALE
+        mine = (silent, *ledger.expected_wait(now), -cached, -capacity.free)
         if best is None or mine < rank:
             best, rank = Placed(entry, ledger, charged, wide), mine
     return best

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from proxy.admission import Admission
 from proxy.backends import Gate, LiveRequests
 from proxy.errors import ProxyError
-from proxy.types import TicketState
+from proxy.types import BackendKey, TicketState
 
 
 class Books:
@@ -27,6 +27,11 @@ class Books:
             ),
             tags=frozenset(ticket.tag for ticket in tickets if ticket.tag),
         )
+
+    def granted(self, key: BackendKey) -> int:
+        """Return how many tickets hold a grant there, cancelled ones included."""
+        view = self._admission().view(key.model)
+        return next((backend.grants for backend in view.backends if backend.key == key), 0)
 
     def end(self, model: str, error: ProxyError) -> None:
         """End every ticket of the model."""

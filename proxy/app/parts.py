@@ -140,7 +140,7 @@ class _Observer:
 
     def __init__(self, proxy: Proxy) -> None:
         self._proxy = proxy
-        self._phases: dict[str, tuple[BackendKey, EnginePhase, int | None]] = {}
+        self._phases: dict[BackendKey, tuple[EnginePhase, int | None]] = {}
 
     def on_state(self, model: str, before: ModelState, after: ModelState, cause: Cause) -> None:
         # metrics and the log line are the fleet's own
@@ -162,6 +162,7 @@ class _Observer:
 
     def on_down(self, key: BackendKey, error: ProxyError) -> None:
         self._proxy.reconciler.forget(key)
+        self._phases.pop(key, None)
         self._proxy.admission.backend_down(key, error)
 
     def on_draining(self, key: BackendKey, draining: bool) -> None:
@@ -172,9 +173,9 @@ class _Observer:
 
     def on_snapshot(self, snapshot: Snapshot) -> None:
         self._proxy.reconciler.take(snapshot)
-        seen = (snapshot.key, snapshot.phase, snapshot.cohort)
-        if self._phases.get(snapshot.key.model) != seen:
-            self._phases[snapshot.key.model] = seen
+        seen = (snapshot.phase, snapshot.cohort)
+        if self._phases.get(snapshot.key) != seen:
+            self._phases[snapshot.key] = seen
             data = {
                 "model": snapshot.key.model,
                 "backend": snapshot.key.backend,

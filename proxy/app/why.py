@@ -87,6 +87,10 @@ def _words(
         case Reason.MODEL_LOADING | Reason.BACKEND_DOWN | Reason.SWAP_WAIT:
             return _not_ready(status, now)
         case Reason.NO_FREE_SLOT:
+            if view.backends and all(backend.draining for backend in view.backends):
+                return (
+                    "its engines are about to go (the name has other addresses now), and no other serves yet"
+                )
             taken = f"all {view.slots} slots are taken"
             leaving = f", {view.cancelling} by requests that are being ended" if view.cancelling else ""
             foreign = sum(backend.foreign for backend in view.backends)

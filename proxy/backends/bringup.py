@@ -18,7 +18,7 @@ from proxy.backends.hostkeeper import HostKeeper
 from proxy.backends.listening import Owner, Reservation, own_port, owner
 from proxy.backends.logfeed import LogFeed
 from proxy.backends.logtail import LogTail
-from proxy.backends.names import Lookup, look_up
+from proxy.backends.names import Lookup, Resolver
 from proxy.backends.process import EngineProcess, describe_exit
 from proxy.backends.room import Room
 from proxy.backends.runrecord import TOKEN_VARIABLE, RunRecord, recipe_of
@@ -28,7 +28,7 @@ from proxy.backends.views import EngineResolver, Stage, Verify
 from proxy.errors import ErrorCode, ProxyError
 from proxy.settings import Engine, Model
 from proxy.state import StateDir
-from proxy.types import EngineInfo
+from proxy.types import BackendKey, EngineInfo
 
 _T = TypeVar("_T")
 PORT_TRIES: Final = 5
@@ -56,7 +56,8 @@ class Recipe:
     room: Room | None = None
     slots: SlotCache | None = None
     host: HostKeeper | None = None
-    lookup: Lookup = look_up
+    lookup: Lookup = field(default_factory=Resolver)
+    granted: Callable[[BackendKey], int] = lambda _key: 0
     inherited: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     cores: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
 

@@ -21,7 +21,7 @@ from proxy.backends.hostkeeper import HostStatus
 from proxy.backends.jobs import Job, JobKind
 from proxy.backends.leasing import Leasing
 from proxy.backends.loadjobs import LoadJobs
-from proxy.backends.names import Lookup, look_up
+from proxy.backends.names import Lookup, Resolver
 from proxy.backends.ports import ControlEvent, Listener, NoRequests, Requests
 from proxy.backends.reconcile import ReconcileReport
 from proxy.backends.reconciler import reconcile
@@ -84,7 +84,7 @@ class Fleet(FleetView):
         state: StateDir | None = None,
         listener: Listener | None = None,
         gpus: Gpus | None = None,
-        lookup: Lookup = look_up,
+        lookup: Lookup | None = None,
     ) -> None:
         """Check the models; nothing runs yet. Raises `ConfigError`.
 
@@ -125,7 +125,7 @@ class Fleet(FleetView):
         )
         self._told, self._clock = told, clock
         self._engine, self._resolver, self._verify = settings.engine, engine_resolver, verify
-        self._lookup = lookup
+        self._lookup = lookup or Resolver()
         for name, model in self._models.items():
             self._runners[name] = self._new_runner(name, model)
         self._room.open(self._runners)
@@ -187,6 +187,7 @@ class Fleet(FleetView):
             slots=SlotCache(self._state, name, recipe_of(model, self._engine)) if keeps_slots else None,
             host=self._hosting.keeper(model),
             lookup=self._lookup,
+            granted=self._requests.granted,
         )
 
     # -- the life of the fleet --------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from proxy.backends.gates import Gate
 from proxy.backends.jobs import Job
 from proxy.backends.leases import Lease
 from proxy.errors import ProxyError
+from proxy.types import BackendKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,9 @@ class Requests(Protocol):
 
     def live(self, model: str) -> LiveRequests:
         """Return the model's live requests."""
+
+    def granted(self, key: BackendKey) -> int:
+        """Return how many requests hold a grant on an engine."""
 
     def end(self, model: str, error: ProxyError) -> None:
         """End every request of the model, waiting and running, with this error."""
@@ -50,6 +54,10 @@ class NoRequests:
     def live(self, model: str) -> LiveRequests:
         _ = model
         return LiveRequests()
+
+    def granted(self, key: BackendKey) -> int:
+        _ = key
+        return 0
 
     def end(self, model: str, error: ProxyError) -> None:
         """Nothing to end."""

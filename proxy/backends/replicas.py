@@ -12,6 +12,7 @@ from functools import partial
 from typing import Final
 
 from proxy import logs
+from proxy.backends.backoff import Backoff
 from proxy.backends.bringup import Recipe, Running
 from proxy.backends.client import EngineClient
 from proxy.backends.live import Live
@@ -27,8 +28,8 @@ from proxy.types import BackendKey, Cause, Snapshot
 
 LOOK_S: Final = 5.0
 """Between two looks at the name."""
-REST_S: Final = 1.0
-"""How long one that left has had nothing to do before it is let go of: a request may be on its way to it."""
+REST_S: Final = 15.0
+"""How long one that left has had nothing to do before it is let go of: it may be back at the next looks."""
 
 _log = logs.get("backends")
 
@@ -50,7 +51,7 @@ class Replicas:
     ) -> None:
         """`running` is the engine that was reached first; `numbers` are the generations of those that join."""
         self.key: Final = key
-        self.running: Final = running
+        self._first = running
         self._recipe, self._name = recipe, recipe.model.dns or ""
         self._metrics, self._clock, self._voice = metrics, clock, voice
         self._lost = lost
@@ -63,6 +64,12 @@ class Replicas:
         self._joining: dict[str, asyncio.Task[None]] = {}
         self._clearing: dict[str, asyncio.Task[None]] = {}
         self._keeping_up: asyncio.Task[None] | None = None
+        self._joined_at: dict[str, float] = {}
+        self._strikes: dict[str, int] = {}
+        """Losses in a row by address."""
+        self._not_before: dict[str, float] = {}
+        self._refused: dict[str, str] = {}
+        """What is wrong with an address that serves, as it was last said."""
         self._quiet_since = clock()
         self._unknown = ""
 
@@ -71,19 +78,23 @@ class Replicas:
     kept: Final = False
 
     @property
+    def running(self) -> Running:
+        return next((live.running for live in self._there.values()), self._first)
+
+    @property
     def exchanges(self) -> int:
         return sum(live.exchanges for live in self._there.values())
 
     @property
     def quiet_since(self) -> float:
-        return max((live.quiet_since for live in self._there.values()), default=self._quiet_since)
+        return max((self._quiet_since, *(live.quiet_since for live in self._there.values())))
 
     @property
     def snapshots(self) -> tuple[Snapshot, ...]:
         return tuple(snapshot for live in self._there.values() for snapshot in live.snapshots)
 
     def begin(self) -> None:
-        self._enter(self.running)
+        self._enter(self._first)
         self._keeping_up = asyncio.create_task(self._keep_up(), name=f"names:{self.key.model}")
 
     def client(self, key: BackendKey) -> EngineClient | None:
@@ -114,13 +125,17 @@ class Replicas:
 
     async def let_go(self, error: ProxyError) -> None:
         await self._stand_still()
-        await asyncio.gather(*(live.let_go(error) for live in self._there.values()))
-        await self._forget()
+        try:
+            await asyncio.gather(*(live.let_go(error) for live in self._there.values()))
+        finally:
+            await self._forget()
 
     async def clear(self, error: ProxyError) -> StopReport | None:
         await self._stand_still()
-        await asyncio.gather(*(live.clear(error) for live in self._there.values()))
-        await self._forget()
+        try:
+            await asyncio.gather(*(live.clear(error) for live in self._there.values()))
+        finally:
+            await self._forget()
         return None
 
     async def detach(self) -> None:
@@ -134,7 +149,7 @@ class Replicas:
                 await self._look()
             except Exception:
                 _log.exception("a name was not followed", model=self.key.model, name=self._name)
-            await asyncio.sleep(LOOK_S if not self._leaving else min(LOOK_S, REST_S))
+            await asyncio.sleep(LOOK_S)
 
     async def _look(self) -> None:
         """Compare who is there with who should be."""
@@ -144,23 +159,40 @@ class Replicas:
             self._note_unknown(str(error))
         else:
             self._note_unknown("")
-            for address in wanted:
-                if address in self._leaving:
-                    self._drain(address, draining=False)
-                elif not any(address in these for these in (self._there, self._joining, self._clearing)):
-                    self._joining[address] = joining = asyncio.create_task(
-                        self._join(address), name=f"join:{address}"
-                    )
-                    joining.add_done_callback(partial(self._tried, address))
-            for address in [a for a in self._there if a not in wanted and a not in self._leaving]:
-                self._drain(address, draining=True)
-        self._let_leavers_go()
+            self._follow(wanted)
+        if not self._over:
+            self._let_leavers_go()
+
+    def _follow(self, wanted: tuple[str, ...]) -> None:
+        if self._over:
+            return
+        now = self._clock()
+        for address in wanted:
+            if address in self._leaving:
+                self._drain(address, draining=False)
+            elif now < self._not_before.get(address, now):
+                continue
+            elif not any(address in these for these in (self._there, self._joining, self._clearing)):
+                self._joining[address] = joining = asyncio.create_task(
+                    self._join(address), name=f"join:{address}"
+                )
+                joining.add_done_callback(partial(self._tried, address))
+        for address in [a for a in self._there if a not in wanted and a not in self._leaving]:
+            self._drain(address, draining=True)
+        for known in (self._strikes, self._not_before, self._refused):
+            for address in [a for a in known if a not in wanted and a not in self._there]:
+                del known[address]
 
     async def _join(self, address: str) -> None:
         try:
             running = await join(self._recipe, address)
-        except (NotServingError, ProxyError) as error:
+        except NotServingError as error:
             _log.debug("replica not ready", model=self.key.model, address=address, why=str(error))
+            return
+        except ProxyError as error:
+            if self._refused.get(address) != error.message:
+                self._refused[address] = error.message
+                _log.warning("replica refused", model=self.key.model, address=address, error=error.message)
             return
         if self._over:
             await running.client.close()
@@ -183,6 +215,8 @@ class Replicas:
             lost=self._one_lost,
         )
         self._there[running.address] = live
+        self._joined_at[running.address] = self._clock()
+        self._refused.pop(running.address, None)
         _log.info("replica joined", model=key.model, address=key.backend, generation=key.generation)
         live.begin()
 
@@ -204,31 +238,49 @@ class Replicas:
         now = self._clock()
         for address, since in list(self._leaving.items()):
             live = self._there[address]
-            if not live.exchanges and now - max(since, live.quiet_since) >= REST_S:
+            # an answer that is all here may still be on its way to its client
+            at_work = live.exchanges or self._recipe.granted(live.key)
+            if not at_work and now - max(since, live.quiet_since) >= REST_S:
                 gone = ProxyError(ErrorCode.UPSTREAM_ERROR, f"{address} is no longer behind {self._name}")
                 self._leave(live, Cause.CRASH, gone)
 
     def _one_lost(self, key: BackendKey, cause: Cause, error: ProxyError) -> None:
         live = self._there.get(key.backend)
-        if live is not None and live.key == key:
-            _log.warning("replica lost", model=key.model, address=key.backend, error=error.message)
-            self._leave(live, cause, error)
+        if live is None or live.key != key:
+            return
+        backoff, now = self._backoff, self._clock()
+        strikes = backoff.strikes(self._strikes.get(key.backend, 0), now - self._joined_at[key.backend])
+        self._strikes[key.backend] = strikes
+        self._not_before[key.backend] = now + backoff.wait_s(strikes)
+        _log.warning("replica lost", model=key.model, address=key.backend, error=error.message)
+        self._leave(live, cause, error)
+
+    @property
+    def _backoff(self) -> Backoff:
+        restart = self._recipe.model.restart
+        return Backoff(restart.first_s, restart.max_s, restart.stable_s)
 
     def _leave(self, live: Live, cause: Cause, error: ProxyError) -> None:
         """Take an engine out: its requests end with `error`. With the last one the model goes."""
+        if self._over:
+            return
+        if len(self._there) == 1:
+            # its farewell is the model's: said once it is no longer ready, so that who waits asks for a load
+            self._over = True
+            live.dismiss()
+            self._lost(self.key, cause, error)
+            return
         address = live.key.backend
-        self._quiet_since = self._clock()
+        self._quiet_since = max(self._quiet_since, self._clock() if live.exchanges else live.quiet_since)
         del self._there[address]
         self._leaving.pop(address, None)
+        self._joined_at.pop(address, None)
         live.dismiss()
         live.farewell(error)
         self._clearing[address] = clearing = asyncio.create_task(
             self._clear(live, error), name=f"clear:{address}"
         )
         clearing.add_done_callback(partial(self._cleared, address))
-        if not self._there and not self._over:
-            self._over = True
-            self._lost(self.key, cause, error)
 
     async def _clear(self, live: Live, error: ProxyError) -> None:
         await live.clear(error)

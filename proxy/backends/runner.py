@@ -221,14 +221,14 @@ class ModelRunner(Sight):
 
     async def _load(self, generation: int, progress: Progress) -> Running | None:
         """Get a backend ready. Returns it when it came too late: a stop is waiting to clear it away."""
-        began = self._clock()
+        began, recipe = self._clock(), self._recipe
         error: ProxyError | None = None
         running: Running | None = None
         try:
             if self._stopper is not None and not self._stopper.done():
                 # what was lost is still being cleared away, and holds its memory
                 await asyncio.wait((self._stopper,))
-            running = await attempt(self._recipe, progress, self._left)
+            running = await attempt(recipe, progress, self._left)
             self._left = None
         except ProxyError as failed:
             error, self._left = failed, None
@@ -240,7 +240,7 @@ class ModelRunner(Sight):
         outcome = "failed" if error else "ready"
         self._metrics.load_seconds.labels(self.name, outcome).observe(self._clock() - began)
         if running is not None:
-            self._arrived(generation, running)
+            self._arrived(generation, running, recipe)
         elif error is not None:
             self._failure = error
             if error.code is ErrorCode.IDENTITY_MISMATCH:
@@ -249,14 +249,14 @@ class ModelRunner(Sight):
             self._fail_job(error)
         return None
 
-    def _arrived(self, generation: int, running: Running) -> None:
+    def _arrived(self, generation: int, running: Running, recipe: Recipe) -> None:
         key = BackendKey(self.name, self.kind.value, generation)
         live: Serving
-        if self._recipe.model.dns is None:
+        if recipe.model.dns is None:
             live = Live(
                 key,
                 running,
-                self._recipe,
+                recipe,
                 metrics=self._metrics,
                 clock=self._clock,
                 voice=self._voice,
@@ -266,7 +266,7 @@ class ModelRunner(Sight):
             live = Replicas(
                 key,
                 running,
-                self._recipe,
+                recipe,
                 metrics=self._metrics,
                 clock=self._clock,
                 voice=self._voice,

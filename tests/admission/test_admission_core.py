@@ -584,6 +584,16 @@ def test_a_draining_backend_gets_nothing_new():
     assert s.waiting == ["e", "wide"] and s.reason("wide") is Reason.NO_FREE_SLOT and s.loads == 0
 
 
+def test_a_backend_that_is_not_seen_any_more_comes_last():
+    """It may be dead: idle as it is, it gets a request only when the one that is seen has no room."""
+    one, two = backend(1, "one"), backend(1, "two")
+    s = Scene(stale_after_s=3.0).ready(slots=2, key=one).ready(slots=2, key=two).see(key=one, total=2)
+    s.see(key=two, total=2).wait(4).see(key=two, total=2)
+    for name in "abc":
+        s.arrive(name)
+    assert [s.grant(name).key for name in "abc"] == [two, two, one]
+
+
 def test_several_backends_share_the_queue():
     s = Scene().ready(slots=1, key=backend(1, "x")).ready(slots=2, key=backend(1, "y"))
     for name in "abcd":

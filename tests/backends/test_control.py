@@ -15,7 +15,6 @@ from proxy.admission import Admission, TicketSpec
 from proxy.backends import Fleet
 from proxy.backends.gatekeeper import blocked, opened
 from proxy.backends.jobs import JobKind, JobState
-from proxy.backends.names import look_up
 from proxy.backends.ports import JobChanged, LiveRequests
 from proxy.backends.views import Then
 from proxy.catalog import Catalog
@@ -49,6 +48,9 @@ class Books:
             frozenset(t.tag for t in tickets if t.tag),
         )
 
+    def granted(self, key):
+        return sum(t.backend == key for t in self.world.admission.tickets())
+
     def check(self, model):
         return tuple(self.world.admission.broken_rules())
 
@@ -69,7 +71,7 @@ def tagged(request, tag):
 class World(Recorder):
     """A fleet and an admission wired to each other, and clients."""
 
-    def __init__(self, models, engine, *, state=None, args=LONG, lookup=look_up, **admission):
+    def __init__(self, models, engine, *, state=None, args=LONG, lookup=None, **admission):
         super().__init__()
         configured = {name: {"stop": {"grace_s": GRACE_S}} | model for name, model in models.items()}
         settings = Settings.model_validate(

@@ -4,15 +4,18 @@ import asyncio
 import signal
 import socket
 import subprocess
+import threading
 import urllib.request
 from collections.abc import Iterator
 from contextlib import suppress
 
 import pytest
 
-from proxy.backends import reach, replicas
-from proxy.backends.names import LookupFailedError, look_up
+from proxy.admission import TicketSpec
+from proxy.backends import names, reach, replicas
+from proxy.backends.names import LookupFailedError, Resolver
 from proxy.errors import ErrorCode, ProxyError
+from proxy.types import Outcome
 from tests.backends.conftest import Collect, completion, eventually
 from tests.backends.test_control import World
 
@@ -33,7 +36,7 @@ class Engines:
         self.fails = ""
         self.lookups = 0
         self._command = [str(binary), "-m", str(model), "--port", str(self.port)]
-        self._command += ["-c", "32768", "-np", "2", "-t", "1", "--no-warmup", "--api-key", "k"]
+        self._command += ["-c", "32768", "-np", "2", "-t", "1", "--no-warmup"]
         self._log = log
         self._running: dict[int, subprocess.Popen] = {}
 
@@ -47,11 +50,11 @@ class Engines:
             raise LookupFailedError(self.fails)
         return tuple(self.address(number) for number in self.there)
 
-    async def start(self, *numbers):
+    async def start(self, *numbers, more=("--api-key", "k")):
         """Start these, wait until they serve, and put them behind the name."""
         for number in numbers:
             with self._log.open("ab") as out:
-                command = [*self._command, "--host", f"127.0.0.{number}"]
+                command = [*self._command, "--host", f"127.0.0.{number}", *more]
                 self._running[number] = subprocess.Popen(command, stdout=out, stderr=out)
         for number in numbers:
             await eventually(lambda number=number: self._serves(number), SOON_S)
@@ -200,6 +203,80 @@ async def test_one_that_leaves_the_name_finishes_what_it_has(engines, worlds_of_
     await eventually(lambda: len(joined(world)) == 2, SOON_S)
 
 
+async def test_one_that_leaves_waits_for_who_still_writes_to_a_client(engines, worlds_of_names):
+    """The engine is done, the client is slow: its ticket is not ended as that of an engine that went."""
+    await engines.start(2, 3)
+    world = worlds_of_names()
+    await asyncio.wait_for(world.fleet.load("m"), SOON_S)
+    await eventually(lambda: len(joined(world)) == 2, SOON_S)
+    spec = TicketSpec(
+        id="slow", model="m", key="k", priority=0, priority_name="normal", tasks=1,
+        stream=True, body_bytes=10, endpoint="/completion",
+    )  # fmt: skip
+    ticket = world.admission.submit(spec)
+    grant = await asyncio.wait_for(ticket.granted(), SOON_S)
+    assert b'"stop":true' in await asyncio.wait_for(ask(world.fleet, grant.key), SOON_S)
+    engines.there.remove(int(grant.key.backend.split(":")[0].rsplit(".", 1)[1]))
+    await eventually(lambda: (grant.key, True) in world.of("draining"), SOON_S)
+    count = engines.lookups
+    await eventually(lambda: engines.lookups > count + 10, SOON_S)
+    assert grant.key in joined(world).values() and not ticket.ended.done()
+    ticket.release(Outcome.COMPLETED)
+    await eventually(lambda: grant.key not in joined(world).values(), SOON_S)
+
+
+async def test_who_waits_when_the_last_is_lost_is_told(engines, worlds_of_names, monkeypatch):
+    """Its load is asked for again; when nothing serves any more, it ends with that error."""
+    monkeypatch.setattr(reach, "REACH_S", 0.5)
+    await engines.start(2)
+    world = worlds_of_names(restart={"first_s": 0})
+    await asyncio.wait_for(world.fleet.load("m"), SOON_S)
+    running = [world.client(f"r{number}", n_predict=30000) for number in range(2)]
+    await eventually(lambda: all(one.sink.parts for one in running), SOON_S)
+    waiting = world.client("waits")
+    await eventually(lambda: world.admission.view("m").queued == 1, SOON_S)
+    engines.kill(2)
+    await asyncio.wait_for(asyncio.gather(waiting.task, *(one.task for one in running)), SOON_S)
+    assert [one.outcome for one in running] == ["upstream_error"] * 2
+    assert waiting.outcome == "model_load_failed" and "does not answer" in waiting.message
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (("--api-key", "another"), "/props answered 401"),
+        (("--api-key", "k", "--no-slots"), "/slots answered 501"),
+    ],
+    ids=["another key", "no slots"],
+)
+async def test_one_that_is_no_good_spoils_nothing(named, engines, more, words, capsys):
+    """Alone it fails the load with the reason; beside a good one it is left out, which is said once."""
+    await engines.start(3, more=more)
+    fleet, seen = named()
+    with pytest.raises(ProxyError, match=words):
+        await asyncio.wait_for(fleet.load("m"), SOON_S)
+    await engines.start(2)
+    await asyncio.wait_for(fleet.load("m"), SOON_S)
+    count = engines.lookups
+    await eventually(lambda: engines.lookups > count + 5, SOON_S)
+    assert set(joined(seen)) == {engines.address(2)}
+    assert capsys.readouterr().out.count("replica refused") == 1
+
+
+async def test_one_that_is_lost_again_and_again_comes_back_later_and_later(named, engines):
+    await engines.start(2, 3)
+    fleet, seen = named(restart={"first_s": 600, "max_s": 600})
+    await asyncio.wait_for(fleet.load("m"), SOON_S)
+    for _ in range(2):
+        await eventually(lambda: len(joined(seen)) == 2, SOON_S)
+        engines.kill(3)
+        await eventually(lambda: len(joined(seen)) == 1, SOON_S)
+        await engines.start(3)
+    count = engines.lookups
+    await eventually(lambda: engines.lookups > count + 10, SOON_S)
+    assert len(joined(seen)) == 1, "the second loss in a row is waited for"
+
+
 async def test_one_that_comes_back_while_it_leaves_just_stays(named, engines, monkeypatch):
     monkeypatch.setattr(replicas, "REST_S", 600.0)
     await engines.start(2, 3)
@@ -263,8 +340,8 @@ async def test_requests_are_spread_over_the_engines(engines, worlds_of_names):
 async def worlds_of_names(engines):
     made = []
 
-    def make():
-        model = {"dns": engines.name, "upstream_key": "k"}
+    def make(**more):
+        model = {"dns": engines.name, "upstream_key": "k"} | more
         made.append(World({"m": model}, None, lookup=engines.lookup))
         return made[-1]
 
@@ -276,10 +353,30 @@ async def worlds_of_names(engines):
     assert not [t for t in asyncio.all_tasks() if t is not asyncio.current_task()]
 
 
-async def test_the_systems_resolver():
+async def test_the_systems_resolver(monkeypatch):
+    look_up = Resolver()
     assert await look_up("localhost:80") == ("127.0.0.1:80",)
     assert await look_up("[::1]:81") == ("[::1]:81",)
     with pytest.raises(LookupFailedError, match=r"nobody\.invalid: "):
         await look_up("nobody.invalid:80")
     with pytest.raises(LookupFailedError, match="x" * 64):
         await look_up("x" * 64 + ".test:80")
+
+
+async def test_a_resolver_that_hangs_is_asked_once(monkeypatch):
+    monkeypatch.setattr(names, "LOOKUP_TIMEOUT_S", 0.05)
+    hangs, asked = threading.Event(), []
+
+    def slow(host, port, **_):
+        asked.append(host)
+        assert hangs.wait(SOON_S)
+        return [(socket.AF_INET, None, None, None, ("192.0.2.7", port))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", slow)
+    look_up = Resolver()
+    for _ in range(3):
+        with pytest.raises(LookupFailedError, match="no answer about far within"):
+            await look_up("far:80")
+    monkeypatch.setattr(names, "LOOKUP_TIMEOUT_S", SOON_S)
+    hangs.set()
+    assert await look_up("far:80") == ("192.0.2.7:80",) and len(asked) <= 2
