@@ -1,16 +1,18 @@
 """Fixtures shared by all suites: engines, models, where they come from and why a test skips."""
 
 import atexit
+import gc
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 for _number in (signal.SIGINT, signal.SIGHUP):
     if signal.getsignal(_number) is signal.SIG_IGN:
@@ -22,8 +24,19 @@ for _number in (signal.SIGINT, signal.SIGHUP):
 os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="llama-proxy-state-")
 atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
 
+# a machine that stands still for a moment is no finding
+settings.register_profile("here", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("here")
+
 ROOT = Path(__file__).resolve().parent.parent
 ZOO_SCRIPT = ROOT / "native-patch" / "tests" / "zoo" / "make_models.py"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _what_a_module_leaves_is_its_own() -> Iterator[None]:
+    """Find sockets and processes that nobody closed here, not in whatever test the collector happens to run."""
+    yield
+    gc.collect()
 
 
 @pytest.fixture(scope="session")
