@@ -1,4 +1,4 @@
-"""Two things that stand behind a proxy in tests: a relay that keeps what passes, and a paced backend."""
+"""Two things that stand behind a proxy in tests: a relay that keeps what passes, and a backend at our own pace."""
 
 import socket
 import threading
@@ -77,7 +77,7 @@ def dechunked(body: bytes) -> tuple[bytes, bytes]:
 
 
 PACED = """
-import asyncio, json
+import asyncio, json, sys
 
 EVENT = b'data: {"choices":[{"index":0,"delta":{"content":" t%d"},"finish_reason":null}],"created":1,"id":"c","object":"chat.completion.chunk"}\\n\\n'
 SLOTS = [{"id": number, "n_ctx": 1024, "speculative": False, "is_processing": False} for number in range(4)]
@@ -98,7 +98,7 @@ async def serve(reader, writer):
             writer.write(b"HTTP/1.1 200 OK\\r\\nContent-Type: text/event-stream\\r\\nTransfer-Encoding: chunked\\r\\n\\r\\n")
             for event in (*(EVENT % number for number in range(500)), b"data: [DONE]\\n\\n"):
                 writer.write(b"%x\\r\\n%s\\r\\n" % (len(event), event))
-                await asyncio.sleep(0.01)
+                await asyncio.get_running_loop().run_in_executor(None, sys.stdin.readline)
             writer.write(b"0\\r\\n\\r\\n")
     except (asyncio.IncompleteReadError, ConnectionError):
         pass
@@ -110,4 +110,4 @@ async def main():
 
 asyncio.run(main())
 """
-"""A program: a stock-like backend that writes one event per 10 ms, and first its port to standard output."""
+"""A program: a stock-like backend that writes the next event for each line it gets, and first its port to standard output."""

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from tests.e2e.client import RawStream
+from tests.e2e.conftest import ROOM
 from tests.e2e.fleetload import Crowd, ask, cohort_sizes, completion, engine_events, mean
 from tests.e2e.harness import Proxy
 from tests.support.wait import until
@@ -15,7 +17,7 @@ from tests.support.wait import until
 pytestmark = pytest.mark.engine
 
 SLOTS = 4
-LENGTHS = (24, 48, 72, 96)
+LENGTHS = (72, 144, 216, 288)
 
 
 @pytest.fixture
@@ -23,7 +25,7 @@ def fleet(start: Callable[..., Proxy], zoo: Callable[[str], Path]) -> Callable[.
     """Start a proxy with one slow model of four slots under `drain`; keywords go into `admission`."""
 
     def inner(**admission: Any) -> Proxy:
-        args = ["-t", "1", "-np", str(SLOTS), "-c", "8192"]
+        args = ["-t", "1", "-np", str(SLOTS), *ROOM]
         model = {"path": str(zoo("llama-mid")), "args": args, "phase_policy": "drain"}
         return start({"models": {"m": model}, "admission": admission})
 
@@ -32,8 +34,7 @@ def fleet(start: Callable[..., Proxy], zoo: Callable[[str], Path]) -> Callable[.
 
 def run(proxy: Proxy, lengths: list[int]) -> list[int]:
     """Post requests of these lengths while a slot decodes; return the sizes of the cohorts they formed."""
-    first = Crowd()
-    first.run(partial(ask, proxy, completion("the first", 1200)))
+    first = RawStream(proxy.url, "/v1/completions", completion("the first", 8000))
     until("it decodes", lambda: any(e["event"] == "open" for e in _events(proxy)))
     before = _events(proxy)[-1]["seq"]
     crowd = Crowd()
@@ -43,7 +44,8 @@ def run(proxy: Proxy, lengths: list[int]) -> list[int]:
     assert not any(e["event"] == "idle" for e in engine_events(proxy, before)), (
         "the first one ended too early"
     )
-    answers = crowd.join() + first.join()
+    first.close()
+    answers = crowd.join()
     assert all(answer.ok for answer in answers), [a.error for a in answers if not a.ok][:3]
     return cohort_sizes(engine_events(proxy, before))
 
@@ -62,7 +64,8 @@ def _known(proxy: Proxy) -> int:
 def test_requests_of_four_lengths_fill_every_cohort(fleet: Callable[..., Proxy]) -> None:
     """With the standby, a cohort of unequal answers is full when it starts; without it most are not.
 
-    The first cohort is the long request's, the last takes what is left: both do not count.
+    The first cohort is the long request's, which leaves when all are there; the last takes what is left: both do
+    not count.
     """
     lengths = [LENGTHS[number % len(LENGTHS)] for number in range(16)]
     staged = run(fleet(), lengths)
@@ -75,13 +78,16 @@ def test_requests_of_four_lengths_fill_every_cohort(fleet: Callable[..., Proxy])
 
 
 def test_equal_answers_fill_their_cohorts_by_the_gather_hint(fleet: Callable[..., Proxy]) -> None:
-    """When all members end in one step, the hint keeps the door open for the few ms their heirs need."""
-    gathered = run(fleet(), [40] * 64)
+    """When all members end in one step, the hint keeps the door open for the time their heirs need.
+
+    That is a few ms, and more on a machine that does something else: the next test is about the default.
+    """
+    gathered = run(fleet(cohort_gather_ms=500), [40] * 64)
     assert sum(gathered) == 64
     hasty = run(fleet(cohort_gather_ms=0), [40] * 64)
     assert sum(hasty) == 64
     print(f"mean size with the hint {mean(gathered[:-1]):.2f}, without {mean(hasty[:-1]):.2f}")
-    # 3.8 and more on a machine that has a moment for it; how much more than without is no matter of speed
+    assert mean(gathered[:-1]) >= 3.8, gathered
     assert mean(gathered[:-1]) >= mean(hasty[:-1]) + 0.5, (gathered, hasty)
 
 

@@ -1,8 +1,8 @@
 """`llama-proxy` with its admission looked at from inside: the real proxy, plus a file of what was decided.
 
 Run as `python -m tests.e2e.traced serve …` with `ADMISSION_TRACE` naming the file. After every step of the
-core one JSON line tells what arrived and was granted or finished in it, what every backend is charged, and
-which of admission's own rules are broken.
+core one JSON line tells when it was (on the clock that an engine's records have, too), what arrived and was granted
+or finished in it, what every backend is charged, and which of admission's own rules are broken.
 """
 
 import json
@@ -19,7 +19,7 @@ from proxy.admission.views import broken_rules
 
 def record(state: State, event: Event, effects: list[Effect], now: float) -> dict[str, Any]:
     """Return one step as a JSON value."""
-    line: dict[str, Any] = {"broken": broken_rules(state, now)}
+    line: dict[str, Any] = {"at": now, "broken": broken_rules(state, now)}
     if isinstance(event, Arrived):
         line["arrived"] = [event.spec.id, event.spec.tasks]
     line["granted"] = [
@@ -35,6 +35,7 @@ def record(state: State, event: Event, effects: list[Effect], now: float) -> dic
             "model": room.model,
             "slots": ledger.info.slots,
             "charged": sum(charge.cost for charge in ledger.charges.values()),
+            "cancelling": sum(c.cost for c in ledger.charges.values() if c.released_at is not None),
             "grants": sum(1 for charge in ledger.charges.values() if charge.cost),
             "wide": any(charge.wide for charge in ledger.charges.values()),
         }

@@ -21,6 +21,8 @@ BEHAVIOUR: dict[str, Any] = {
     "die_after": 2,
     "pause_after": 0,
     "pause_ms": 0,
+    # prefill, pause, each: stands there (before the head, at `pause_after`, behind each event) until `go` is released
+    "hold": "",
     "pad": 0,
     "ends": "\n\n",
 }
@@ -57,6 +59,8 @@ class PacedEngine:
         self.changed = asyncio.Event()
         self.connections = 0
         self.drop_next_reused = False
+        self.go = asyncio.Semaphore(0)
+        """Released by a test: lets one request that asked to be held go on."""
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -75,7 +79,7 @@ class PacedEngine:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def seen(self, count: int = 1, within: float = 5.0) -> Seen:
+    async def seen(self, count: int = 1, within: float = 20.0) -> Seen:
         """Wait for the `count`-th request."""
         async with asyncio.timeout(within):
             while len(self.requests) < count:
@@ -131,6 +135,8 @@ class PacedEngine:
         want = {**BEHAVIOUR, **body.get("paced", {})}
         path = seen.target.partition("?")[0]
         await asyncio.sleep(want["prefill_ms"] / 1000)
+        if want["hold"] == "prefill":
+            await self.go.acquire()
         if want["die"] == "before_head":
             writer.transport.abort()
             return False
@@ -166,6 +172,10 @@ class PacedEngine:
             await _chunk(seen, writer, event)
             if want["pause_after"] and number == want["pause_after"]:
                 await asyncio.sleep(want["pause_ms"] / 1000)
+                if want["hold"] == "pause":
+                    await self.go.acquire()
+            if want["hold"] == "each":
+                await self.go.acquire()
             if want["pace_ms"]:
                 await asyncio.sleep(want["pace_ms"] / 1000)
         if want["die"] in {"after_all", "error_event then lost"}:

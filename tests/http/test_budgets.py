@@ -144,7 +144,7 @@ async def test_the_sweeper_sleeps_while_there_is_nothing_to_watch():
 
     watched = Watched()
     leave = sweeper.add(watched)
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(20):
         while watched.seen < 3:
             await asyncio.sleep(0.005)
     leave()

@@ -61,7 +61,7 @@ async def test_while_the_model_loads(how, stream):
         async with Client(h, chat(stream)) as client:
             await until(lambda: h.live() == 1)
             client.vanish(how)
-            await until(lambda: h.live() == 0, 1.0)
+            await until(lambda: h.live() == 0, 20)
         h.ready("demo")
         assert h.engine.requests == []
         await until(lambda: h.sample("client_disconnects_total", model="demo", state="queued") == 1)
@@ -77,7 +77,7 @@ async def test_while_queued_behind_another(how, stream):
             async with Client(h, chat(stream, prefill_ms=60_000)), Client(h, chat(stream)) as third:
                 await until(lambda: TicketState.QUEUED in states(h) and h.live() == 3)
                 third.vanish(how)
-                await until(lambda: h.live() == 2, 1.0)
+                await until(lambda: h.live() == 2, 20)
             first.vanish("abort")
             await until(lambda: h.live() == 0)
             assert len(h.engine.requests) <= 2
@@ -91,7 +91,7 @@ async def test_while_waiting_for_the_head_the_ticket_stays_charged_until_the_eng
         async with Client(h, chat(stream, prefill_ms=60_000)) as client:
             seen = await h.engine.seen(1)
             client.vanish(how)
-            await asyncio.wait_for(seen.gone.wait(), 1.0)
+            await asyncio.wait_for(seen.gone.wait(), 20)
         await until(lambda: h.live() == 0)
         await until(lambda: h.sample("client_disconnects_total", model="demo", state="granted") == 1)
         assert h.outcomes()["cancelled"] == 1
@@ -106,7 +106,7 @@ async def test_a_left_ticket_is_cancelling_while_the_engine_still_works():
             h.engine.active = dict(h.engine.active)  # a batch that the engine cannot interrupt
             stuck = dict(h.engine.active)
             client.vanish("abort")
-            await asyncio.wait_for(seen.gone.wait(), 1.0)
+            await asyncio.wait_for(seen.gone.wait(), 20)
             await asyncio.sleep(0)
             h.engine.active.update(stuck)
             await until(lambda: states(h) == [TicketState.CANCELLING])
@@ -114,7 +114,7 @@ async def test_a_left_ticket_is_cancelling_while_the_engine_still_works():
             await asyncio.sleep(0.2)
             assert states(h) == [TicketState.CANCELLING]
             h.engine.active.clear()
-            await until(lambda: h.live() == 0, 1.0)
+            await until(lambda: h.live() == 0, 20)
 
 
 @HOW
@@ -124,7 +124,7 @@ async def test_while_streaming(how):
             seen = await h.engine.seen(1)
             await client.reader.readuntil(b"t3")
             client.vanish(how)
-            await asyncio.wait_for(seen.gone.wait(), 1.0)
+            await asyncio.wait_for(seen.gone.wait(), 20)
         await until(lambda: h.live() == 0)
         await until(lambda: h.sample("client_disconnects_total", model="demo", state="generating") == 1)
 
@@ -142,7 +142,7 @@ async def test_a_client_that_stops_reading_slows_the_engine_and_grows_nothing():
                     await asyncio.sleep(0.3)
             assert len(seen.sent) < 30_000_000
             client.vanish("abort")
-            await asyncio.wait_for(seen.gone.wait(), 2.0)
+            await asyncio.wait_for(seen.gone.wait(), 20)
         await until(lambda: h.live() == 0)
 
 

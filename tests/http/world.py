@@ -222,14 +222,14 @@ async def house(configured: Settings | None = None, **options: Any) -> AsyncIter
         await made.stop()
 
 
-async def until(condition: Callable[[], bool], within: float = 5.0) -> None:
+async def until(condition: Callable[[], bool], within: float = 20.0) -> None:
     """Wait for a state, with a deadline."""
     async with asyncio.timeout(within):
         while not condition():
             await asyncio.sleep(0.005)
 
 
-async def raw(port: int, data: bytes, within: float = 5.0, *, half_close: bool = False) -> bytes:
+async def raw(port: int, data: bytes, within: float = 20.0, *, half_close: bool = False) -> bytes:
     """Send bytes as they are; return everything until the server closes (or the deadline)."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:

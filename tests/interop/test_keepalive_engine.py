@@ -8,6 +8,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,8 @@ BODY: dict[str, Any] = {
     "model": "m",
     "messages": [{"role": "user", "content": "Once upon a time there was a small box"}],
     "stream": True,
-    "max_tokens": 150,
+    # so many that it takes a second: it must not be over before the engine is stopped
+    "max_tokens": 500,
     "temperature": 0,
     "ignore_eos": True,
 }
@@ -60,6 +62,7 @@ class Busy:
             pass
         self.before = [runs, RawStream(proxy.url, CHAT, endless)]
         until("the standby waits", lambda: self.states() == ["generating", "native_queued"])
+        [self.engine] = proxy.engines()
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
 
@@ -78,13 +81,12 @@ class Busy:
             for stream in self.before:
                 stream.close()
             until("its stream runs", lambda: self._last().get("tokens", 0) >= 3, WAIT_S)
-            [engine] = self.proxy.engines()
-            engine.suspend()
+            self.engine.suspend()
             try:
-                assert self.states() == ["generating"], "it was over before the engine was stopped"
+                assert self._last().get("state") == "generating", "it was over before the engine was stopped"
                 time.sleep(SILENCE_S)
             finally:
-                engine.resume()
+                self.engine.resume()
         except BaseException as error:
             self.error = error
 
@@ -95,6 +97,7 @@ class Busy:
         until("nothing is left", lambda: self.states() == [])
 
 
+@cache
 def alone(proxy: Proxy, path: str) -> str:
     """The text of the same request, whole, with nobody beside it."""
     status, answer = proxy.post(path, {**BODY, "stream": False})

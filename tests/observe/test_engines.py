@@ -25,6 +25,7 @@ from tests.engine.enginekit.models import zoo
 from tests.engine.enginekit.prompts import words
 from tests.engine.enginekit.server import Server
 from tests.observe.conftest import Observer
+from tests.support.wait import until
 
 pytestmark = pytest.mark.engine
 ARGS = ("-b", "64")
@@ -213,6 +214,11 @@ def test_transitions_come_with_our_time(engine: EngineFactory, watching: Watchin
         server.complete(words(100, 1), 10)
         server.wait_idle()
         seen.wait_samples()
+
+        def logged() -> bool:
+            return any("stop processing" in r.line for r in list(seen.records) if isinstance(r, LogLine))
+
+        until("the engine's log tells the end", logged)
     events = [record for record in seen.records if isinstance(record, Event)]
     assert [e.event.event for e in events] == [
         "admit",
@@ -226,7 +232,6 @@ def test_transitions_come_with_our_time(engine: EngineFactory, watching: Watchin
     for event in events:
         assert abs(event.at_s - event.event.t_us / 1e6) <= event.error_s + 1e-5
     lines = [record for record in seen.records if isinstance(record, LogLine)]
-    assert any("stop processing" in line.line for line in lines)
     release = next(e for e in events if e.event.event == "release")
     assert all(
         line.read_s >= release.at_s - release.error_s for line in lines if "stop processing" in line.line
