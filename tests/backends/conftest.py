@@ -20,6 +20,10 @@ from proxy.types import BackendKey, Cause, EngineInfo, ModelState, Snapshot
 from proxy.upstream import UpstreamRequest
 
 SMALL = ("-c", "4096", "-t", "1", "--no-warmup")
+ALONE = ["-c", "16384", "-np", "1"]
+"""One slot with room for an answer of `ENDLESS` tokens."""
+ENDLESS = 15_000
+"""Minutes of the mid-sized model: no machine stands still for so long that a test sees the end of it."""
 
 
 def _file(*variables: str) -> Path:

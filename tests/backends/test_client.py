@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import time
 
 import pytest
 
@@ -123,7 +122,7 @@ async def test_a_connection_is_used_again_and_said_so():
             await exchange.read(10)
             exchange.close()
         assert peer.connections == 1
-        await asyncio.wait_for(peer.client.idle(), 1)
+        await asyncio.wait_for(peer.client.idle(), 20)
 
 
 async def test_large_bodies_go_whole():
@@ -186,7 +185,12 @@ async def test_a_body_that_is_cut():
 
 
 async def test_reads_are_passed_on_as_they_come():
-    """Paced writes of one event each: every read of the sink holds exactly one event."""
+    """An event is written when the one before has reached the sink: every read of it holds exactly one."""
+
+    class Paced(Collect):
+        async def write(self, data: bytes) -> None:
+            await super().write(data)
+            taken.set()
 
     async def script(_reader, writer, _served):
         writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
@@ -194,15 +198,16 @@ async def test_reads_are_passed_on_as_they_come():
             event = b"data: %d\n\n" % n
             writer.write(b"%x\r\n%b\r\n" % (len(event), event))
             await writer.drain()
-            await asyncio.sleep(0.01)
+            await taken.wait()
+            taken.clear()
         writer.write(b"0\r\n\r\n")
         return True
 
+    taken = asyncio.Event()
     async with Peer(script) as peer:
-        sink = Collect()
-        await (await peer.client.open(post())).attach(sink)
-        single = sum(part.count(b"\n\n") == 1 for part in sink.parts)
-        assert sink.body == b"".join(b"data: %d\n\n" % n for n in range(100)) and single >= 97
+        sink = Paced()
+        await asyncio.wait_for((await peer.client.open(post())).attach(sink), 60)
+        assert sink.parts == [b"data: %d\n\n" % n for n in range(100)]
 
 
 async def test_a_slow_sink_holds_the_engine_back():
@@ -261,7 +266,7 @@ async def test_closing_tears_the_socket_down_at_once(stage):
     async with Peer(script) as peer:
         if stage == "head":
             task = asyncio.create_task(peer.client.open(post()))
-            await eventually(lambda: peer.requests, 5)
+            await eventually(lambda: peer.requests)
             assert peer.client.exchanges == 1
             task.cancel()
             await asyncio.wait((task,))
@@ -269,7 +274,7 @@ async def test_closing_tears_the_socket_down_at_once(stage):
             exchange = await peer.client.open(post())
             exchange.close()
             exchange.close()
-        await asyncio.wait_for(peer.closed.wait(), 1)
+        await asyncio.wait_for(peer.closed.wait(), 20)
         assert peer.client.exchanges == 0
 
 
@@ -285,26 +290,28 @@ async def test_an_upload_nobody_reads_is_given_up_at_once(how):
     server = await asyncio.start_server(do_not_read, "127.0.0.1", 0)
     client = EngineClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
     task = asyncio.create_task(client.open(post(body=b"x" * 50_000_000)))
-    reader, writer = await asyncio.wait_for(accepted.get(), 5)
+    reader, writer = await asyncio.wait_for(accepted.get(), 20)
     await asyncio.sleep(0.2)
-    began = time.monotonic()
+    # nothing is read before it is given up: whoever waited to send the rest would wait for ever
     if how == "cancel":
         task.cancel()
-        await asyncio.wait((task,))
-        assert client.exchanges == 0
+        await asyncio.wait((task,), timeout=20)
+        assert task.cancelled() and client.exchanges == 0
     await client.close("stopped")
     if how == "close":
         with pytest.raises(UpstreamDied, match="stopped"):
-            await asyncio.wait_for(task, 2)
+            await asyncio.wait_for(task, 20)
     writer.transport.resume_reading()
     received = 0
     with contextlib.suppress(ConnectionError):
-        while data := await asyncio.wait_for(reader.read(1 << 20), 2):
+        while data := await asyncio.wait_for(reader.read(1 << 20), 20):
             received += len(data)
-    assert received < 40_000_000 and time.monotonic() - began < 2
+    assert received < 40_000_000
     writer.transport.abort()
     server.close()
     await server.wait_closed()
+    # a transport that was aborted is closed one turn later
+    await asyncio.sleep(0)
 
 
 async def test_closing_the_client_ends_everything_at_once():
@@ -320,15 +327,15 @@ async def test_closing_the_client_ends_everything_at_once():
         sink = Collect()
         pump = asyncio.create_task((await peer.client.open(post("/body"))).attach(sink))
         waiting = asyncio.create_task(peer.client.open(post("/head")))
-        await eventually(lambda: len(peer.requests) == 2, 5)
+        await eventually(lambda: len(peer.requests) == 2)
         assert peer.client.exchanges == 2
-        began = time.monotonic()
+        # the peer ends neither of them
         await peer.client.close("model 'm' was unloaded")
         for task, before_head in ((pump, False), (waiting, True)):
             with pytest.raises(UpstreamDied, match="was unloaded") as died:
-                await asyncio.wait_for(task, 2)
+                await asyncio.wait_for(task, 20)
             assert died.value.before_head is before_head
-        assert time.monotonic() - began < 1 and peer.client.exchanges == 0
+        assert peer.client.exchanges == 0
         with pytest.raises(UpstreamDied, match="was unloaded"):
             await peer.client.open(post())
 
@@ -342,17 +349,16 @@ async def test_a_probe_has_a_hard_timeout():
 
     async def dripping(_reader, writer, _served):
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n")
-        for _ in range(100):
+        for _ in range(1000):
             writer.write(b"[")
             await asyncio.sleep(0.05)
         return False
 
     for script in (silent, dripping):
         async with Peer(script) as peer:
-            began = time.monotonic()
             with pytest.raises(ProbeError, match=r"no answer within 0\.3 s") as failed:
-                await slots(peer.client, None, 0.3)
-            assert failed.value.timed_out and time.monotonic() - began < 1
+                await asyncio.wait_for(slots(peer.client, None, 0.3), 20)
+            assert failed.value.timed_out
             assert await health(peer.client, 0.1) is Health.DOWN
 
 

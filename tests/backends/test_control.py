@@ -31,6 +31,8 @@ pytestmark = pytest.mark.engine
 ME = Audit("ops", "127.0.0.1")
 LONG = ("-c", "32768", "-np", "4", "-t", "1", "--no-warmup")
 GRACE_S = 3.0
+PATIENT_S = 20.0
+"""The grace where the promised bound is measured: an engine that ends well leaves nearly all of it to a slow machine."""
 
 
 class Books:
@@ -125,7 +127,7 @@ class World(Recorder):
     def poke(self, key):
         self.fleet.poke(key)
 
-    def client(self, name, model="m", *, n_predict=3000, stream=True):
+    def client(self, name, model="m", *, n_predict=8000, stream=True):
         return Client(self, name, model, n_predict, stream)
 
     def value(self, name, **labels):
@@ -171,7 +173,7 @@ class Client:
         except ProxyError as error:
             self.outcome, self.message = error.code.value, error.message
         except UpstreamDied as died:
-            error = await asyncio.wait_for(asyncio.shield(ticket.ended), 5)
+            error = await asyncio.wait_for(asyncio.shield(ticket.ended), 20)
             self.outcome, self.message = error.code.value, str(died)
         finally:
             ticket.release(Outcome.COMPLETED if self.outcome == "completed" else Outcome.FAILED)
@@ -222,7 +224,7 @@ async def test_force_ends_forty_requests_and_leaves_nothing(worlds, engine_binar
     """4 run and 36 wait: one answer each, in time; nothing is left; another model's streams never notice."""
     # flags under which a token does not depend on what shares its batch
     exact = {"path": mid_model, "args": ["-fa", "off", "-ctk", "f32", "-ctv", "f32"]}
-    models = {"m": exact, "other": exact}
+    models = {"m": exact | {"stop": {"grace_s": PATIENT_S}}, "other": exact}
     # all that wait do so in our own queue
     world = worlds(models, engine_binary, native_standby=False)
     fleet = world.fleet
@@ -242,10 +244,10 @@ async def test_force_ends_forty_requests_and_leaves_nothing(worlds, engine_binar
     assert (len(would.waiting), len(would.running), would.pid) == (36, 4, pid) and alive(pid)
     began = time.monotonic()
     report = await fleet.force("m", then=Then.BLOCK, reason="new weights", mode="reject", audit=ME)
-    assert time.monotonic() - began < GRACE_S + 2
+    assert time.monotonic() - began < PATIENT_S + 2
     assert (report.queued, report.running, report.clean) == (36, 4, True)
     assert not alive(pid) and fleet.status("m").state == "unloaded"
-    await asyncio.wait_for(asyncio.gather(*(client.task for client in clients)), 5)
+    await asyncio.wait_for(asyncio.gather(*(client.task for client in clients)), 20)
     assert {client.outcome for client in clients} == {"model_unloaded"}
     assert all("new weights" in client.message for client in clients)
     view = world.admission.view("m")
@@ -292,13 +294,14 @@ async def test_force_then_open_serves_those_that_come_meanwhile(worlds, engine_b
 
 async def test_force_in_every_state(worlds, engine_binary, mid_model):
     """Not loaded, loading, draining, stopped, dead, and twice at once: a success each time, in time, and nothing left."""
-    world = worlds({"m": {"path": mid_model, "restart": {"first_s": 0}}}, engine_binary)
+    model = {"path": mid_model, "restart": {"first_s": 0}, "stop": {"grace_s": PATIENT_S}}
+    world = worlds({"m": model}, engine_binary)
     fleet = world.fleet
 
     async def force(**more):
         began = time.monotonic()
         report = await fleet.force("m", audit=ME, **more)
-        assert time.monotonic() - began < GRACE_S + 2
+        assert time.monotonic() - began < PATIENT_S + 2
         assert report.clean and fleet.status("m").state == "unloaded", report
         assert fleet.jobs.get(report.job).state is JobState.DONE
         assert not psutil.Process().children(recursive=True)
@@ -309,7 +312,7 @@ async def test_force_in_every_state(worlds, engine_binary, mid_model):
     waiter = world.client("waits for the load")
     await eventually(lambda: fleet.status("m").pid)
     assert (await force()).before in {"starting", "loading"}
-    await asyncio.wait_for(waiter.task, 5)
+    await asyncio.wait_for(waiter.task, 20)
     assert waiter.outcome == "model_unloaded"
     [load] = [job for job in fleet.jobs.all("m") if job.kind is JobKind.LOAD]
     assert load.state is JobState.CANCELLED
@@ -320,16 +323,18 @@ async def test_force_in_every_state(worlds, engine_binary, mid_model):
     drain = fleet.begin_unload("m", deadline_s=600, audit=ME)
     await eventually(lambda: fleet.jobs.get(drain.id).progress.requests_left == 1)
     assert (await force()).running == 1
-    await asyncio.wait_for(running.task, 5)
-    ended = await fleet.jobs.wait(drain.id, 5)
+    await asyncio.wait_for(running.task, 20)
+    ended = await fleet.jobs.wait(drain.id, 20)
     assert ended.state is JobState.CANCELLED and "force" in ended.error
 
     await fleet.load("m")
     running = world.client("wedged")
     await eventually(lambda: running.sink.parts)
-    os.kill(fleet.status("m").pid, signal.SIGSTOP)
+    pid = fleet.status("m").pid
+    os.kill(pid, signal.SIGSTOP)
+    await eventually(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED)
     assert (await force()).signals == ("SIGKILL",)
-    await asyncio.wait_for(running.task, 5)
+    await asyncio.wait_for(running.task, 20)
 
     await fleet.load("m")
     os.kill(fleet.status("m").pid, signal.SIGKILL)
@@ -362,7 +367,7 @@ async def test_a_drain_lets_running_requests_finish_and_names_those_it_cuts(worl
     ended = await fleet.jobs.wait(job.id, 30)
     assert ended.state is JobState.DONE and ended.cut == ("long",) and ended.audit == ME
     assert not alive(pid)
-    await asyncio.wait_for(long.task, 5)
+    await asyncio.wait_for(long.task, 20)
     assert long.outcome == "model_unloaded" and "maintenance" in long.message
     # what came meanwhile is served by the next generation
     await asyncio.wait_for(held.task, 30)
@@ -407,7 +412,7 @@ async def test_a_gate_holds_over_an_unload_and_a_load_and_survives_a_restart(
     assert (await fleet.jobs.wait(job.id, 30)).state is JobState.DONE
     assert held.outcome == "" and world.admission.view("m").queued == 1
     world.admission.shutdown(ProxyError(ErrorCode.SHUTTING_DOWN, "over"))
-    await asyncio.wait_for(held.task, 5)
+    await asyncio.wait_for(held.task, 20)
     assert held.outcome == "shutting_down"
     await fleet.stop(5)
 

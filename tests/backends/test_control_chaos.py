@@ -18,6 +18,8 @@ from tests.backends.test_control import World
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(280)]
 ACTIONS = 500
+BUSY_S = 5.0
+"""What a machine that does much else may add: the bound itself is shown by the tests of single forces."""
 AT_ONCE = 24
 """Requests alive at a time: enough to fill both models' slots and queue."""
 NAMES = ("a", "b")
@@ -58,7 +60,9 @@ async def test_random_operators(engine_binary, mid_model, tmp_path, seed):
         report = await fleet.force(
             name, then=then, reason="chaos", mode=rng.choice(["hold", "reject"]), audit=audit
         )
-        assert report.clean and report.seconds < 1 + 2, report
+        assert report.seconds < 1 + 2 + BUSY_S and not report.unsettled, report
+        # a busy kernel may take longer to clear a killed process away: said, and true soon
+        await eventually(lambda: not any(map(alive, report.left)), 30)
 
     async def gate(name):
         wanted = (
@@ -141,7 +145,7 @@ async def test_random_operators(engine_binary, mid_model, tmp_path, seed):
         world.admission.shutdown(ProxyError(ErrorCode.SHUTTING_DOWN, "over"), cut=True)
         await fleet.stop(5)
         world.admission.close()
-    await eventually(lambda: not any(map(alive, pids)), 5)
+    await eventually(lambda: not any(map(alive, pids)), 30)
     assert [job for job in fleet.jobs.all() if not job.ended] == []
     assert fleet._state.names("runs") == () and not [
         n for n in os.listdir(tmp_path / "runs") if n.endswith(".json")

@@ -362,7 +362,7 @@ async def test_a_packet_is_sent_until_the_host_answers(machine, monkeypatch):
     ("lines", "timeout_s", "words"),
     [
         (["sys.exit('error: no such outlet')"], 60, "exited with code 1: error: no such outlet"),
-        (["print('sent')"], 2, "it did not answer at 127.0.0.1:PORT within 2 s: sent"),
+        (["print('sent')"], 5, "it did not answer at 127.0.0.1:PORT within 5 s: sent"),
         (["print('trying', flush=True)", "time.sleep(3600)"], 5, "did not end within 5 s and was killed: trying"),
     ],
 )  # fmt: skip

@@ -91,8 +91,8 @@ async def test_a_flood_of_output_is_drained_and_bounded(watch, tmp_path):
     await process.stop(0)
 
 
-async def test_term_then_term_then_kill():
-    """A process that ignores TERM gets a second one after its grace, then KILL; bounded by grace + 2 s."""
+async def test_term_then_term_then_kill(monkeypatch):
+    """A process that ignores TERM gets a second one near the end of its grace and KILL at its end; it hears both."""
     code = """
         import os, signal, time
         signal.signal(signal.SIGTERM, lambda *_: os.write(1, b"no\\n"))
@@ -101,9 +101,18 @@ async def test_term_then_term_then_kill():
     """
     process = await start(python(code))
     await said(process, "ready")
-    began = time.monotonic()
-    report = await process.stop(0.3)
-    assert time.monotonic() - began < 2.3
+    report = await asyncio.wait_for(process.stop(0.3), 60)
+    assert report.signals == ("SIGTERM", "SIGTERM", "SIGKILL") and report.code == -9
+
+    monkeypatch.setattr("proxy.backends.process.SECOND_TERM_S", 300.0)
+    process = await start(python(code))
+    await said(process, "ready")
+    stopping = asyncio.create_task(process.stop(600))
+    await eventually(lambda: process.tail.lines() == ["ready", "no"])
+    process.hurry(300)
+    await eventually(lambda: process.tail.lines() == ["ready", "no", "no"])
+    process.hurry(0)
+    report = await asyncio.wait_for(stopping, 60)
     assert report.signals == ("SIGTERM", "SIGTERM", "SIGKILL") and report.code == -9
     assert process.tail.lines() == ["ready", "no", "no"]
 
@@ -117,8 +126,8 @@ async def test_a_stopped_process_is_killed_at_once(watch):
     os.kill(pid, signal.SIGSTOP)
     await eventually(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED)
     began = time.monotonic()
-    report = await process.stop(30)
-    assert time.monotonic() - began < 2 and report.signals == ("SIGKILL",) and report.left == ()
+    report = await process.stop(60)
+    assert time.monotonic() - began < 30 and report.signals == ("SIGKILL",) and report.left == ()
     assert not alive(pid) and not alive(process.pid)
 
 
@@ -134,7 +143,7 @@ async def test_one_that_is_stopped_after_the_term_is_killed_soon():
     began = time.monotonic()
     os.kill(process.pid, signal.SIGSTOP)
     report = await stopping
-    assert time.monotonic() - began < 3 and report.signals == ("SIGTERM", "SIGKILL")
+    assert time.monotonic() - began < 30 and report.signals == ("SIGTERM", "SIGKILL")
 
 
 FAMILY = """
@@ -203,8 +212,8 @@ async def test_a_killed_parent_leaves_nothing(mode):
         ]
         assert len(pids) >= 2 and all(map(alive, pids))
         parent.kill()
-        parent.wait(10)
-    await eventually(lambda: not any(map(alive, pids)), 5)
+        parent.wait(30)
+    await eventually(lambda: not any(map(alive, pids)), 30)
 
 
 async def test_engines_start_on_the_main_thread_only():

@@ -1,10 +1,12 @@
 """Watching real engines: slow is not wedged, stopped is; crashes are counted and restarted with a back-off."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,7 +18,8 @@ from proxy.upstream import UpstreamDied
 from tests.backends.conftest import Collect, alive, completion, eventually
 
 pytestmark = pytest.mark.engine
-BATCH = 3000
+BATCH = 6000
+"""The most that one decode call takes: more than the first request has, so that the second runs for long enough."""
 
 
 @pytest.fixture(scope="module")
@@ -48,21 +51,34 @@ async def test_a_long_first_batch_is_no_wedge_and_a_stop_inside_it_is(fleets, na
     )
     await fleet.load("m")
     key, pid = fleet.key("m"), fleet.status("m").pid
-    request = completion(2, prompt="the mill by the river " * (BATCH // 6))
+
+    def events():
+        return [event for snapshot in seen.snapshots for event in snapshot.events]
+
+    request = completion(2, prompt="the mill by the river " * (BATCH // 12))
     running = asyncio.create_task(_through(fleet.upstream(key), request))
     await asyncio.wait_for(running, 200)
+    await eventually(lambda: any(event.event == "ready" for event in events()))
+    # by the engine's own clock: how long it read the prompt, which is one decode call
+    ends = {event.event: event for event in events()}
+    took_ms = (ends["ready"].t_us - ends["admit"].t_us) / 1000
+    assert took_ms >= 6000, f"the batch took only {took_ms} ms: too short to show anything"
+    assert 2000 < ends["ready"].tokens < BATCH
     longest = max(snapshot.decode_running_ms for snapshot in seen.snapshots)
-    assert longest >= 6000, f"the batch took only {longest} ms: too short to show anything"
+    assert longest > 3000, f"it was only seen to run for {longest} ms: that shows nothing"
     assert fleet.key("m") == key and counted(metrics, "wedges") == 0
 
     request = completion(2, prompt="another story of the sea " * (BATCH // 6))
     running = asyncio.create_task(_through(fleet.upstream(key), request))
     await eventually(lambda: seen.snapshots[-1].decode_running_ms > 3500, 60)
     os.kill(pid, signal.SIGSTOP)
-    stopped = time.monotonic()
-    await eventually(lambda: seen.of("down"), 20)
+    async with standstills() as still:
+        stopped = time.monotonic()
+        await eventually(lambda: seen.of("down"), 60)
     took = next(at for name, _, at in seen.calls if name == "down") - stopped
-    assert took < 3 * probes.TIMEOUT_S + 1
+    # a poll that comes late because this process stood still does not count as silence: then there is one more
+    again = probes.TIMEOUT_S if still.seconds > 0.1 else 0
+    assert took < 3 * probes.TIMEOUT_S + 1 + still.seconds + again
     [(down, error)] = seen.of("down")
     assert (
         down == key and error.code is ErrorCode.UPSTREAM_WEDGED and "/slots gave no answer" in error.message
@@ -70,11 +86,31 @@ async def test_a_long_first_batch_is_no_wedge_and_a_stop_inside_it_is(fleets, na
     with pytest.raises(UpstreamDied, match="makes no progress"):
         await running
     assert ("m", "ready", "failed", "wedge") in seen.of("state")
-    await eventually(lambda: fleet.status("m").state == "ready", 30)
+    await eventually(lambda: fleet.status("m").state == "ready", 60)
     assert ("m", "failed", "starting", "wedge") in seen.of("state")
     assert not alive(pid) and fleet.key("m").generation > key.generation
     assert counted(metrics, "wedges") == counted(metrics, "restarts") == 1
     assert counted(metrics, "crashes") == 0
+
+
+@contextlib.asynccontextmanager
+async def standstills():
+    """Add up how long this process could not run meanwhile."""
+    found = SimpleNamespace(seconds=0.0)
+
+    async def look():
+        while True:
+            began = time.monotonic()
+            await asyncio.sleep(0.02)
+            late = time.monotonic() - began - 0.02
+            found.seconds += late if late > 0.02 else 0.0
+
+    looking = asyncio.create_task(look())
+    try:
+        yield found
+    finally:
+        looking.cancel()
+        await asyncio.wait({looking})
 
 
 async def _through(upstream, request):
@@ -90,9 +126,9 @@ async def test_an_idle_engine_that_is_stopped_is_found_too(fleets, engine_binary
     fleet, seen = fleets({"m": {"path": mid_model}}, engine_binary, metrics=metrics)
     await fleet.load("m")
     os.kill(fleet.status("m").pid, signal.SIGSTOP)
-    await eventually(lambda: seen.of("down"), 20)
+    await eventually(lambda: seen.of("down"), 60)
     assert seen.of("down")[0][1].code is ErrorCode.UPSTREAM_WEDGED
-    await eventually(lambda: fleet.status("m").state == "ready", 20)
+    await eventually(lambda: fleet.status("m").state == "ready", 60)
     assert counted(metrics, "wedges") == 1
 
 
@@ -101,7 +137,7 @@ async def test_a_switched_off_watchdog_lets_a_stopped_engine_be(fleets, engine_b
     await fleet.load("m")
     os.kill(fleet.status("m").pid, signal.SIGSTOP)
     mirror = fleet._runner("m")._live.mirror
-    await eventually(lambda: mirror.silent_polls >= 4, 20)
+    await eventually(lambda: mirror.silent_polls >= 4, 60)
     assert not seen.of("down") and fleet.status("m").state == "ready"
     report = await fleet.unload("m", force=True)
     assert report.signals == ("SIGKILL",)
@@ -119,7 +155,7 @@ async def test_crashes_back_off_and_say_when_the_next_try_is(fleets, engine_bina
     await eventually(lambda: fleet.status("m").state == "failed")
     status = fleet.status("m")
     assert status.restart and status.strikes == 2 and status.cause is Cause.CRASH
-    assert 25 < status.retry_at - time.monotonic() <= 30
+    assert 20 < status.retry_at - time.monotonic() <= 30
     assert "was killed by SIGKILL" in status.last_error
     waiting = asyncio.create_task(fleet.load("m", Cause.REQUEST))
     await asyncio.sleep(0)
@@ -153,7 +189,7 @@ async def test_requests_are_told_when_to_come_back(fleets, engine_binary, tmp_pa
         with pytest.raises(ProxyError) as failed:
             await fleet.load("m", Cause.REQUEST)
         assert failed.value.retry_after_s is None
-    with pytest.raises(ProxyError, match=r"gone.gguf.*2 times in a row.*again in (30|29) s") as soon:
+    with pytest.raises(ProxyError, match=r"gone.gguf.*2 times in a row.*again in \d+ s") as soon:
         await fleet.load("m", Cause.REQUEST)
-    assert soon.value.code is ErrorCode.MODEL_LOAD_FAILED and 25 < soon.value.retry_after_s <= 30
+    assert soon.value.code is ErrorCode.MODEL_LOAD_FAILED and 20 < soon.value.retry_after_s <= 30
     assert len(seen.of("load_failed")) == 3 and fleet.status("m").generation == 2
