@@ -20,6 +20,7 @@ from proxy.backends.views import Then
 from proxy.catalog import Catalog
 from proxy.clock import monotonic
 from proxy.errors import ErrorCode, ProxyError
+from proxy.http.cut import Cut
 from proxy.metrics import Metrics
 from proxy.settings import Settings
 from proxy.state import StateDir
@@ -168,7 +169,10 @@ class Client:
             return
         try:
             grant = await ticket.granted()
-            await self._through(grant)
+            # as the HTTP layer does: who is ended from elsewhere lets go of its exchange
+            async with Cut() as cut:
+                ticket.ended.add_done_callback(cut.on_ended)
+                await self._through(grant)
             self.outcome = "completed"
         except ProxyError as error:
             self.outcome, self.message = error.code.value, error.message
