@@ -37,6 +37,8 @@ class Area(StrEnum):
 
 _PUBLIC: Final = frozenset({"/healthz", "/readyz", "/favicon.ico", "/health", "/v1/health"})
 _OPERATOR: Final = ("/api/", "/models/", "/ui/")
+_PAGES: Final = frozenset({"http", "https", "null"})
+"""How the `Origin` of a web page begins."""
 
 
 def area_of(path: str, raw_path: str) -> Area:
@@ -84,6 +86,7 @@ class Gatekeeper:
             case Area.INFERENCE:
                 if not self._api:
                     self._check_host(request)
+                    self._check_page(request)
                     return self._anonymous(request)
                 return self._lowered(request, self._caller(self._match_api(request)))
 
@@ -168,27 +171,42 @@ class Gatekeeper:
             f"the Host {name!r} is not served without keys: add it to server.allowed_hosts",
         )
 
+    def _check_page(self, request: web.Request) -> None:
+        """Refuse work for a web page that nobody invited: some posts a browser sends without asking first.
+
+        What it reads, its browser keeps from it.
+        """
+        reads = request.method in {"GET", "HEAD"}
+        if reads or self._server.insecure_no_keys or "*" in self._server.cors_origins:
+            return
+        scheme = request.headers.get("Origin", "http").partition(":")[0].lower()
+        # an application's own scheme is no page's
+        if scheme in _PAGES and self._foreign(request):
+            raise self._uninvited(request, "use this proxy without keys")
+
     def _check_origin(self, request: web.Request) -> None:
-        origin = request.headers.get("Origin")
-        site = request.headers.get("Sec-Fetch-Site", "none")
-        own = request.headers.get("Host", "").lower()
-        foreign = (
-            site == "cross-site"
-            if origin is None
-            else _authority(origin) != own and origin not in self._server.cors_origins
-        )
-        if foreign:
-            raise ProxyError(
-                ErrorCode.PERMISSION_DENIED,
-                f"requests from the web origin {origin or site!r} may not operate this proxy "
-                "(server.cors_origins)",
-            )
+        if self._foreign(request):
+            raise self._uninvited(request, "operate this proxy")
         kind = request.headers.get("Content-Type", "").partition(";")[0].strip().lower()
         if request.method in {"POST", "PUT", "PATCH"} and kind != "application/json":
             raise ProxyError(
                 ErrorCode.UNSUPPORTED_MEDIA_TYPE,
                 f"Content-Type {kind or '(none)'!r} is not accepted here: send application/json",
             )
+
+    def _foreign(self, request: web.Request) -> bool:
+        origin = request.headers.get("Origin")
+        if origin is None:
+            return request.headers.get("Sec-Fetch-Site") == "cross-site"
+        own = request.headers.get("Host", "").lower()
+        return _authority(origin) != own and origin not in self._server.cors_origins
+
+    def _uninvited(self, request: web.Request, what: str) -> ProxyError:
+        origin = request.headers.get("Origin", "cross-site")
+        return ProxyError(
+            ErrorCode.PERMISSION_DENIED,
+            f"requests from the web origin {origin[:200]!r} may not {what} (server.cors_origins)",
+        )
 
 
 def _authority(origin: str) -> str | None:

@@ -1,5 +1,6 @@
 """Keys, Host and Origin rules, model globs, priorities."""
 
+import json
 import re
 
 import aiohttp
@@ -141,6 +142,43 @@ async def test_foreign_pages_may_not_operate(headers, wanted):
             kind = {"Content-Type": "text/plain"}
             async with client.post(erase, data=b"{}", headers=kind) as answer:
                 assert answer.status == 415
+
+
+@pytest.mark.parametrize(
+    ("server", "headers", "wanted"),
+    [
+        ({}, {}, 200),
+        ({}, {"Origin": "https://evil.example"}, 403),
+        ({}, {"Origin": "null"}, 403),
+        ({}, {"Origin": "http://["}, 403),
+        ({}, {"Origin": "http://localhost:1"}, 403),
+        ({}, {"Sec-Fetch-Site": "cross-site"}, 403),
+        ({}, {"Sec-Fetch-Site": "same-origin"}, 200),
+        # an application with a web view, not a page
+        ({}, {"Origin": "vscode-webview://1ab"}, 200),
+        ({"cors_origins": ["https://evil.example"]}, {"Origin": "https://evil.example"}, 200),
+        ({"cors_origins": ["*"]}, {"Origin": "https://evil.example"}, 200),
+        # something in front checks callers, and knows its pages
+        ({"insecure_no_keys": True}, {"Origin": "https://evil.example"}, 200),
+        # a page does not know the key
+        (KEYS, {**bearer("bob-key"), "Origin": "https://evil.example"}, 200),
+    ],
+)
+async def test_foreign_pages_get_nothing_done(server, headers, wanted):
+    """A form, or a post without a type, goes out of a browser without a preflight: it must not load a model."""
+    async with house(settings(server=server, models=MODELS)) as h:
+        async with aiohttp.ClientSession(h.base) as client:
+            data = json.dumps(chat(model="small-1"))
+            async with client.post(
+                CHAT, data=data, headers=headers, skip_auto_headers=["Content-Type"]
+            ) as answer:
+                assert answer.status == wanted
+            kind = {"Content-Type": "multipart/form-data; boundary=B"}
+            form = b'--B\r\nContent-Disposition: form-data; name="model"\r\n\r\nsmall-1\r\n--B--\r\n'
+            async with client.post("/v1/audio/transcriptions", data=form, headers=headers | kind) as answer:
+                assert answer.status == wanted
+        assert await status(h, "GET", "/v1/models", headers=headers) == 200
+        assert len(h.engine.requests) == (2 if wanted == 200 else 0) and h.live() == 0
 
 
 async def test_a_header_lowers_a_class_and_never_raises_it():
