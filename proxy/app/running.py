@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import resource
 import signal
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
@@ -20,6 +21,9 @@ from proxy.state import StateDir, default_dir
 
 STOP_MARGIN_S: Final = 3.0
 """After the drain deadline: time for error events to reach their clients before sockets close."""
+OPEN_FILES: Final = 65_536
+"""Wanted, where the machine allows it: clients take one each, and the usual 1,024 are few for a fleet."""
+FEW_FILES: Final = 4_096
 
 _log = logs.get("app")
 
@@ -49,6 +53,7 @@ async def serve(
     A second signal cuts: what runs ends at once, engines are killed. Later ones change nothing.
     """
     stop, cut = asyncio.Event(), asyncio.Event()
+    _allow_open_files()
     with _signals(stop, cut):
         async with _listening(settings, engines, cut, reread) as (proxy, site, where):
             told(where)
@@ -56,6 +61,18 @@ async def serve(
             await stop.wait()
             await _wind_down(proxy, site, cut)
         _log.info("stopped")
+
+
+def _allow_open_files() -> None:
+    """Raise the soft limit of open files as far as the hard one lets it, and say so when that is not far."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    if wanted < FEW_FILES:
+        _log.warning(
+            "few open files", limit=wanted, advice="raise it: ulimit -Hn, or LimitNOFILE of the service"
+        )
 
 
 @contextlib.asynccontextmanager

@@ -1,9 +1,14 @@
 """Engines that die, models that cannot load, proxies that are stopped or killed."""
 
 import os
+import resource
 import signal
+import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -307,3 +312,33 @@ def test_a_remote_that_is_not_there_is_given_up(start: Callable[..., Proxy]) -> 
     status, body = proxy.post("/v1/completions", {"model": "far", "prompt": "a"}, timeout_s=60)
     assert (status, body["error"]["code"]) == (502, "model_load_failed")
     assert "nothing answered at http://127.0.0.1:1" in body["error"]["message"]
+
+
+def test_many_clients_do_not_use_up_the_open_files(start: Callable[..., Proxy]) -> None:
+    """Clients take a file each: the usual soft limit is far below what the machine allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (100, hard))
+    try:
+        proxy = start({"models": {}})
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    with ExitStack() as silent:
+        for _ in range(200):
+            silent.enter_context(
+                socket.create_connection(("127.0.0.1", int(proxy.url.rsplit(":", 1)[1])), 10)
+            )
+        assert proxy.get("/healthz") is not None
+    assert "few open files" not in proxy.log.read_text()
+
+
+def test_few_open_files_are_said() -> None:
+    """What the operator must raise is raised as far as it goes, and named."""
+    code = (
+        "import resource; from proxy.app import running; f = resource.RLIMIT_NOFILE\n"
+        "resource.setrlimit(f, (128, 2048)); running._allow_open_files(); print(resource.getrlimit(f))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert "(2048, 2048)" in done.stdout and "few open files" in done.stdout + done.stderr
+    assert "LimitNOFILE" in done.stdout + done.stderr
