@@ -5,7 +5,7 @@ One canonical line per request and one per transition; never a prompt, a complet
 
 import logging
 import sys
-from typing import Literal
+from typing import Any, Literal
 
 import structlog
 
@@ -13,6 +13,8 @@ Log = structlog.typing.FilteringBoundLogger
 
 _WITHOUT_VALUES = structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
 """Tracebacks without the frames' variables: those hold bodies and keys."""
+_QUOTED = frozenset(" \t=\r\n\"'")
+"""A value with one of these is quoted, and escaped, by the renderer."""
 
 
 def configure(level: str = "info", fmt: Literal["auto", "json", "console"] = "auto") -> None:
@@ -29,9 +31,10 @@ def configure(level: str = "info", fmt: Literal["auto", "json", "console"] = "au
         [structlog.processors.ExceptionRenderer(_WITHOUT_VALUES), structlog.processors.JSONRenderer()]
         if as_json
         else [
+            _printable,
             structlog.dev.ConsoleRenderer(
                 colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback
-            )
+            ),
         ]
     )
     structlog.configure(
@@ -48,6 +51,17 @@ def configure(level: str = "info", fmt: Literal["auto", "json", "console"] = "au
         )
     )
     logging.basicConfig(level=max(number, logging.WARNING), handlers=[handler], force=True)
+
+
+def _printable(_log: Any, _method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+    """Escape what a terminal acts on: paths and names come from whoever sends them."""
+    return {key: _escaped(key, value) if isinstance(value, str) else value for key, value in event.items()}
+
+
+def _escaped(key: str, text: str) -> str:
+    if text.isprintable() or (key != "event" and _QUOTED & set(text)):
+        return text
+    return "".join(char if char.isprintable() or char == "\n" else repr(char)[1:-1] for char in text)
 
 
 def get(name: str) -> Log:

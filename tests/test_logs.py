@@ -40,3 +40,16 @@ def test_a_traceback_names_places_and_holds_no_values(fmt: str, monkeypatch: pyt
     if fmt == "json":
         assert json.loads(text)["id"] == "abc"
         assert "locals" not in text
+
+
+@pytest.mark.parametrize("path", ["/\x1b]0;x\x07", "/\x1b[2J blank", "/\x9b31m"])
+def test_no_caller_writes_to_the_operators_terminal(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A path is what anybody sends; escape sequences in it are shown, not obeyed."""
+    out = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", out)
+    logs.configure("info", "console")
+    structlog.get_logger().info("request", path=path)
+    structlog.get_logger().info(path)
+    lines = out.getvalue().splitlines()
+    assert len(lines) == 2 and all(line.isprintable() for line in lines)
+    assert all(repr(path[1])[1:-1] in line for line in lines)

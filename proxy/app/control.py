@@ -103,9 +103,9 @@ class Control:
         lease, problem = await self._fleet.leases.grant(ttl_s, reason, audit)
         return lease_shown(lease, self._fleet.leases.left_s(lease)), problem
 
-    async def release(self, lease_id: str) -> Mapping[str, Any] | None:
-        lease = await self._fleet.leases.release(lease_id)
-        return lease_shown(lease, 0.0) if lease is not None else None
+    async def release(self, lease_id: str) -> tuple[Mapping[str, Any], str] | None:
+        released = await self._fleet.leases.release(lease_id)
+        return (lease_shown(released[0], 0.0), released[1]) if released is not None else None
 
     async def reload(self, audit: Audit, *, dry_run: bool) -> Mapping[str, Any]:
         return await self._reloader().reload(audit, dry_run=dry_run)

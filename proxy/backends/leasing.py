@@ -54,14 +54,17 @@ class Leasing:
         self._say(lease, held=True)
         return lease, await self._save()
 
-    async def release(self, lease_id: str) -> Lease | None:
-        """End a lease; return it, None when there is none of this id (any more)."""
+    async def release(self, lease_id: str) -> tuple[Lease, str] | None:
+        """End a lease; return it, and why it would come back with the next proxy, if so.
+
+        None: there is none of this id (any more).
+        """
         self.expire()
         lease = self._book.release(lease_id)
-        if lease is not None:
-            self._say(lease, held=False)
-            await self._save()
-        return lease
+        if lease is None:
+            return None
+        self._say(lease, held=False)
+        return lease, await self._save()
 
     def held(self) -> tuple[Lease, ...]:
         """Return the leases held now, the first to expire first."""

@@ -10,6 +10,7 @@ from proxy.backends.desk import Desk
 from proxy.backends.gatekeeper import Gatekeeper
 from proxy.backends.gates import GateMode
 from proxy.backends.jobs import Job
+from proxy.backends.logfeed import REMOVED
 from proxy.backends.runner import ModelRunner
 from proxy.backends.views import Then
 from proxy.metrics import Metrics
@@ -111,7 +112,7 @@ class Refits:
         await self._ended(job)
         runner = self._runners[name]
         await runner.ask_stop(Cause.RELOAD, 0)
-        await runner.close()
+        await runner.close(REMOVED)
         gone(name)
         del self._runners[name]
         del self._models[name]

@@ -40,6 +40,7 @@ from proxy.backends.lifecycle import (
     step,
 )
 from proxy.backends.live import Live
+from proxy.backends.logfeed import STOPPING
 from proxy.backends.process import StopReport, process_status
 from proxy.backends.replicas import Replicas
 from proxy.backends.runrecord import RunRecord
@@ -143,14 +144,14 @@ class ModelRunner(Sight):
         """Change the administrative axis."""
         self._post(AdminSet(admin, reason))
 
-    async def close(self) -> None:
-        """Await every task this model still owns (after `ask_stop`)."""
+    async def close(self, why: str = STOPPING) -> None:
+        """Await every task this model still owns (after `ask_stop`); who follows its log is told why it ends."""
         for task in self._watchers:
             # a process that outlives its KILL is not waited for
             task.cancel()
         while self._tasks:
             await asyncio.wait(self._tasks)
-        self._recipe.feed.close()
+        self._recipe.feed.close(why)
 
     # -- the machine ------------------------------------------------------------------------------------
 

@@ -52,14 +52,14 @@ class _Shown:
         self._task = TaskID(0)
         self._most_left = 0
         self._printed = 0.0
-        self._words = ""
+        self._stage: str | None = None
 
     def show(self, job: dict[str, Any]) -> None:
         """Draw, or print when it is time to."""
         if self._quiet or (job["ended"] and self._bar is None):
             return
         words, done, total = describe(job)
-        left = job["progress"]["requests_left"]
+        left, stage = job["progress"]["requests_left"], job["progress"]["stage"]
         if left is not None:
             # the bar of a drain: of the most that were seen, how many have gone
             self._most_left = max(self._most_left, left)
@@ -67,9 +67,9 @@ class _Shown:
         if self._console.is_terminal:
             self._draw(words, done, total)
             return
-        now, stage = time.monotonic(), words.partition(",")[0].partition(" ")[2].split(" ")[1]
-        if stage != self._words or now - self._printed >= _PLAIN_S:
-            self._words, self._printed = stage, now
+        now = time.monotonic()
+        if stage != self._stage or now - self._printed >= _PLAIN_S:
+            self._stage, self._printed = stage, now
             self._console.print(words, markup=False)
 
     def close(self) -> None:

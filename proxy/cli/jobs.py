@@ -45,11 +45,17 @@ def jobs(
 
 
 @click.group(invoke_without_command=True)
+@remote_options
 @click.pass_context
-def leases(ctx: click.Context) -> None:
-    """Keep models and hosts awake: while a lease is held, nothing is unloaded for being idle."""
+def leases(
+    ctx: click.Context, url: str | None, key: str | None, config_file: Path | None, as_json: bool
+) -> None:
+    """Keep models and hosts awake: while a lease is held, nothing is unloaded for being idle. Alone it lists them.
+
+    The options here are those of the list; the other commands take their own.
+    """
     if ctx.invoked_subcommand is None:
-        ctx.invoke(list_leases)
+        ctx.invoke(list_leases, url=url, key=key, config_file=config_file, as_json=as_json)
 
 
 @leases.command("list")
@@ -95,8 +101,7 @@ def hold(
     with told(as_json=as_json):
         body = unwrap(remote.ask("POST", "/api/leases", {"ttl_s": ttl_s, "reason": reason}), as_json=as_json)
     click.echo(json.dumps(body) if as_json else body["id"])
-    if body["warning"] and not as_json:
-        click.secho(body["warning"], fg="yellow", err=True)
+    _warn(body, as_json=as_json)
 
 
 @leases.command("release")
@@ -112,6 +117,7 @@ def release(lease_id: str, url: str | None, key: str | None, config_file: Path |
     with told(as_json=as_json):
         body = unwrap(remote.ask("DELETE", f"/api/leases/{quoted(lease_id)}"), as_json=as_json)
     click.echo(json.dumps(body) if as_json else f"{lease_id}: released")
+    _warn(body, as_json=as_json)
 
 
 @click.command("logs")
@@ -146,6 +152,14 @@ def engine_logs(
                 # `| head` has enough
                 sys.stderr.close()
                 sys.exit(int(Exit.REFUSED))
+    if follow:
+        # the reason was its last line
+        sys.exit(int(Exit.UNREACHABLE))
+
+
+def _warn(body: dict[str, Any], *, as_json: bool) -> None:
+    if body["warning"] and not as_json:
+        click.secho(body["warning"], fg="yellow", err=True)
 
 
 def _row(job: dict[str, Any]) -> tuple[str, ...]:

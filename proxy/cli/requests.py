@@ -3,19 +3,33 @@
 import json
 import sys
 import time
-import urllib.parse
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import click
-from rich.console import Console
 from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
-from proxy.cli.remote import Exit, Remote, UnreachableError, fail, find, remote_options
+from proxy.cli.remote import Exit, Remote, find, quoted, remote_options, told, unwrap
+from proxy.cli.tables import console, drawn, show
 
-_COLUMNS = ("id", "model", "key", "class", "state", "why", "place", "tokens", "age", "cohort", "waited")
-_PIPE_WIDTH = 200
+_COLUMNS: Final = (
+    "id",
+    "model",
+    "key",
+    "class",
+    "state",
+    "why",
+    "place",
+    "tokens",
+    "age",
+    "cohort",
+    "waited",
+)
+_RIGHT: Final = ("tokens", "age")
+_NONE: Final = "no live requests"
 
 
 @click.command()
@@ -38,21 +52,17 @@ def requests(
     4 no such model.
     """
     remote = find(url, key, config_file)
-    try:
-        if not watch:
+    with told(as_json=as_json):
+        if watch and as_json:
+            _watch_json(remote, model, interval)
+        elif watch:
+            _watch_table(remote, model, interval)
+        else:
             listed = _listed(remote, model, as_json=as_json)
             if as_json:
                 click.echo(json.dumps({"requests": listed}))
             else:
-                _console().print(_table(listed))
-        elif as_json:
-            _watch_json(remote, model, interval)
-        else:
-            _watch_table(remote, model, interval)
-    except UnreachableError as error:
-        fail(str(error), Exit.UNREACHABLE, as_json=as_json)
-    except KeyboardInterrupt:
-        sys.exit(int(Exit.INTERRUPTED))
+                show(_COLUMNS, _rows(listed), _NONE, _RIGHT)
 
 
 @click.command()
@@ -68,34 +78,30 @@ def cancel(
     """
     remote = find(url, key, config_file)
     results: list[dict[str, Any]] = []
-    code = 0
     try:
-        for name in ids:
-            answer = remote.ask("DELETE", f"/api/requests/{urllib.parse.quote(name, safe='')}")
-            if answer.status == 200:
-                results.append({"id": name, "status": "cancelled", "was": answer.body.get("was")})
-            elif answer.status == 404:
-                results.append({"id": name, "status": "unknown"})
-                code = int(Exit.UNKNOWN)
-            else:
-                fail(answer.problem, Exit.REFUSED, as_json=as_json)
-    except UnreachableError as error:
-        fail(str(error), Exit.UNREACHABLE, as_json=as_json)
-    if as_json:
-        click.echo(json.dumps({"ok": code == 0, "requests": results}))
-    else:
-        for result in results:
-            click.echo(f"{result['id']}: {result['status']}", err=result["status"] == "unknown")
-    sys.exit(code)
+        with told(as_json=as_json):
+            for name in ids:
+                answer = remote.ask("DELETE", f"/api/requests/{quoted(name)}")
+                if answer.status == 404:
+                    results.append({"id": name, "status": "unknown"})
+                else:
+                    ended = unwrap(answer, as_json=as_json)
+                    results.append({"id": name, "status": "cancelled", "was": ended.get("was")})
+    finally:
+        # whatever ended this early: what was done was done
+        unknown = any(result["status"] == "unknown" for result in results)
+        if as_json and len(results) == len(ids):
+            click.echo(json.dumps({"ok": not unknown, "requests": results}))
+        else:
+            for result in results:
+                left = as_json or result["status"] == "unknown"
+                click.echo(f"{result['id']}: {result['status']}", err=left)
+    sys.exit(int(Exit.UNKNOWN) if unknown else 0)
 
 
 def _listed(remote: Remote, model: str | None, *, as_json: bool) -> list[dict[str, Any]]:
-    query = f"?model={urllib.parse.quote(model, safe='')}" if model else ""
-    answer = remote.ask("GET", "/api/requests" + query)
-    if answer.status != 200 or not isinstance(answer.body, dict):
-        code = Exit.UNKNOWN if answer.status == 404 and model else Exit.REFUSED
-        fail(answer.problem, code, as_json=as_json)
-    return list(answer.body.get("requests", ()))
+    answer = remote.ask("GET", "/api/requests" + (f"?model={quoted(model)}" if model else ""))
+    return list(unwrap(answer, as_json=as_json, unknown=model is not None).get("requests", ()))
 
 
 def _watch_json(remote: Remote, model: str | None, interval_s: float) -> None:
@@ -105,19 +111,20 @@ def _watch_json(remote: Remote, model: str | None, interval_s: float) -> None:
 
 
 def _watch_table(remote: Remote, model: str | None, interval_s: float) -> None:
-    with Live(_table(_listed(remote, model, as_json=False)), console=_console(), auto_refresh=False) as live:
+    target = console()
+
+    def look() -> Table | Text:
+        return drawn(_COLUMNS, _rows(_listed(remote, model, as_json=False)), _NONE, _RIGHT, target.width)
+
+    with Live(look(), console=target, auto_refresh=False) as live:
         while True:
             time.sleep(interval_s)
-            live.update(_table(_listed(remote, model, as_json=False)), refresh=True)
+            live.update(look(), refresh=True)
 
 
-def _table(listed: list[dict[str, Any]]) -> Table:
-    table = Table(box=None, pad_edge=False, caption=None if listed else "no live requests")
-    for column in _COLUMNS:
-        table.add_column(column, overflow="fold", justify="right" if column in {"tokens", "age"} else "left")
+def _rows(listed: list[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
     for one in listed:
-        waited = ", ".join(f"{reason} {seconds:.1f}s" for reason, seconds in one["waits_s"].items())
-        table.add_row(
+        yield (
             one["id"],
             one["model"],
             one["key"],
@@ -128,11 +135,5 @@ def _table(listed: list[dict[str, Any]]) -> Table:
             str(one["tokens"]),
             f"{one['age_s']:.1f}s",
             "" if one["cohort"] is None else str(one["cohort"]),
-            waited,
+            ", ".join(f"{reason} {seconds:.1f}s" for reason, seconds in one["waits_s"].items()),
         )
-    return table
-
-
-def _console() -> Console:
-    console = Console()
-    return console if console.is_terminal else Console(width=_PIPE_WIDTH)

@@ -25,6 +25,7 @@ from proxy.engine import (
     ensure_engine,
     options_from_environment,
 )
+from proxy.fields import model_id
 from proxy.settings import ConfigError, Model, Settings, check_bind
 
 DEMO_NAME = "smollm2-135m-instruct"
@@ -119,6 +120,12 @@ def _prepared(
         path = model_file.expanduser().absolute()
         if not path.is_file():
             raise ConfigError(f"--model: {model_file} does not exist")
+        names = {"the name of --model": path.stem} | ({"--alias": alias} if alias else {})
+        for flag, name in names.items():
+            try:
+                model_id(name)
+            except ValueError as error:
+                raise ConfigError(f"{flag}: {error}") from None
         models = {path.stem: Model(path=path, aliases=(alias,) if alias and alias != path.stem else ())}
     settings = settings.model_copy(update={"models": models})
     _check_early(settings)

@@ -39,28 +39,45 @@ def show(
     On a terminal the last column, which is the one of free text, is cut to what is left of the line; elsewhere each
     row is one line, however long.
     """
-    numbers, cells, target = set(right), [[_printable(cell) for cell in row] for row in rows], console()
-    if not cells:
-        target.print(empty, markup=False)
-        return
-    widths = [max(map(len, column)) for column in zip(*([*columns], *cells), strict=True)]
-    if not target.is_terminal:
+    target, cells = console(), _cells(rows)
+    if target.is_terminal:
+        target.print(drawn(columns, cells, empty, right, target.width))
+    elif not cells:
+        click.echo(empty)
+    else:
+        numbers, widths = set(right), _widths(columns, cells)
         for row in ([*columns], *cells):
             parts = (
                 cell.rjust(width) if column in numbers else cell.ljust(width)
                 for column, cell, width in zip(columns, row, widths, strict=True)
             )
             click.echo(" ".join(parts).rstrip())
-        return
-    room = max(_MIN_TEXT, target.width - sum(widths[:-1]) - len(widths) + 1)
-    for row in cells:
-        row[-1] = row[-1] if len(row[-1]) <= room else f"{row[-1][: room - 1]}…"
+
+
+def drawn(
+    columns: Sequence[str], rows: Iterable[Sequence[str]], empty: str, right: Iterable[str], width: int
+) -> Table | Text:
+    """Return a table for a terminal that is so many characters wide, or `empty` where it has no rows."""
+    cells = _cells(rows)
+    if not cells:
+        return Text(empty)
+    numbers, widths = set(right), _widths(columns, cells)
+    room = max(_MIN_TEXT, width - sum(widths[:-1]) - len(widths) + 1)
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     for column in columns:
         table.add_column(column, overflow="fold", justify="right" if column in numbers else "left")
-    for row in cells:
+    for *others, last in cells:
+        row = (*others, last if len(last) <= room else f"{last[: room - 1]}…")
         table.add_row(*(Text(cell, style=_COLOURS.get(cell, "")) for cell in row))
-    target.print(table)
+    return table
+
+
+def _cells(rows: Iterable[Sequence[str]]) -> list[list[str]]:
+    return [[_printable(cell) for cell in row] for row in rows]
+
+
+def _widths(columns: Sequence[str], cells: list[list[str]]) -> list[int]:
+    return [max(map(len, column)) for column in zip([*columns], *cells, strict=True)]
 
 
 def _printable(text: str) -> str:

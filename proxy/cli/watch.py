@@ -5,7 +5,7 @@ import json
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -200,6 +200,13 @@ def _run(
         stop = asyncio.Event()
         with _stopped_by_signals(stop):
             drawing = asyncio.create_task(_draw(show))
+
+            def drawn(task: asyncio.Task[None]) -> None:
+                if not task.cancelled() and task.exception() is not None:
+                    # nobody sees it any more (`| head` has enough)
+                    stop.set()
+
+            drawing.add_done_callback(drawn)
             try:
                 await observe(
                     *(show.account.header, targets, logs, show.take, stop),
@@ -209,7 +216,8 @@ def _run(
                 )
             finally:
                 drawing.cancel()
-                await asyncio.wait((drawing,))
+                with suppress(asyncio.CancelledError):
+                    await drawing
 
     asyncio.run(main())
 

@@ -114,8 +114,10 @@ def _prefilling(seen: Seen) -> bool:
     return seen.stream
 
 
-def expired(code: ErrorCode, limits: Budgets) -> ProxyError:
-    """Return the error for a limit that ran out, with the setting that holds it."""
+def expired(code: ErrorCode, limits: Budgets, *, configured: bool = True) -> ProxyError:
+    """Return the error for a limit that ran out, with the setting that holds it where it is `configured`."""
+    if not configured:
+        return ProxyError(code, f"the engine did not answer within {limits.total_timeout_s:g} s")
     match code:
         case ErrorCode.TOTAL_TIMEOUT:
             what, limit = "the whole request", limits.total_timeout_s

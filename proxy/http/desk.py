@@ -43,8 +43,9 @@ class Desk:
     async def release(self, request: web.Request) -> web.Response:
         """Serve `DELETE /api/leases/{id}`."""
         name = request.match_info["id"]
-        lease = await self._control.release(name)
-        if lease is None:
+        released = await self._control.release(name)
+        if released is None:
             text = f"there is no lease {name[:200]!r} (any more): GET /api/leases lists them"
             raise ProxyError(ErrorCode.NOT_FOUND, text, param="id")
-        return json_response({"ok": True, **lease, "status": "released"})
+        lease, warning = released
+        return json_response({"ok": True, **lease, "status": "released", "warning": warning or None})

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
+from proxy.http.passage import split
 from proxy.sse import Shape
 from proxy.types import Dialect
 
@@ -67,9 +68,10 @@ def _table() -> Mapping[str, Endpoint]:
 INFERENCE: Final = _table()
 
 
-def dialect_of(path: str) -> Dialect:
-    """Return the dialect of errors for any path, known or not."""
-    path = "/" + path.split("/", 3)[3] if path.startswith("/upstream/") and path.count("/") > 2 else path
+def dialect_of(path: str, raw_path: str) -> Dialect:
+    """Return the dialect of errors for any path (decoded, and as received), known or not."""
+    passed = split(raw_path)
+    path = passed.path if passed is not None else path
     if path.startswith("/v1/messages"):
         return Dialect.ANTHROPIC
     if path.startswith(("/v1/responses", "/responses")):

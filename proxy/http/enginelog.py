@@ -15,7 +15,6 @@ WRITE_S: Final = 30.0
 """How long one write to a reader may take; who reads nothing for this long is cut."""
 IDLE_COMMENT_S: Final = 15.0
 DEFAULT_LINES: Final = 100
-_TOO_SLOW: Final = "too slow: lines were lost; ask again"
 
 
 class EngineLog:
@@ -64,10 +63,7 @@ class EngineLog:
                     break
                 waiting = None
                 await self._write(response, _shown(batch, events=events))
-            if follower.dropped:
-                await self._write(response, _end(_TOO_SLOW, events=events))
-            elif events:
-                await self._write(response, _end("the proxy is shutting down", events=events))
+            await self._write(response, _end(follower.ended, events=events))
             await response.write_eof()
         except TimeoutError:
             if request.transport is not None:

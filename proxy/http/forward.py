@@ -169,7 +169,7 @@ class Flight:
             )
         )
         if code is not None:
-            self._cut.fire(expired(code, self._limits))
+            self._cut.fire(expired(code, self._limits, configured=self._limits is not self._plan.limits))
             return
         if self._keepalive_s is None or self._finishing or not isinstance(sink, EventSink) or sink.blocked:
             return

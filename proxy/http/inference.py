@@ -23,6 +23,8 @@ from proxy.types import ModelState
 
 READ_LIMITS: Final = Budgets(first_token_timeout_s=None, inter_token_timeout_s=None, total_timeout_s=30.0)
 """Reads of an engine's state answer in milliseconds; whoever waits longer should be told."""
+ORDER_LIMITS: Final = READ_LIMITS.model_copy(update={"total_timeout_s": 300.0})
+"""An operator's order to an engine may take a disk its time: a slot of a long prompt is gigabytes."""
 _NAMES_SHOWN: Final = 10
 _NAME_SHOWN: Final = 200
 """Characters of a name that is sent back: a body may hold a very long one."""
@@ -96,7 +98,8 @@ class Inference:
                 raise ProxyError(ErrorCode.NO_BACKEND, f"the model {call.model!r} is not loaded")
             return web.Response(content_type="application/json")
         facts = Facts(model, stream=False, work=Work(0), body=Body(data))
-        plan = Plan(caller, Endpoint(call.endpoint), facts, target, READ_LIMITS, may_load=False)
+        limits = READ_LIMITS if request.method == hdrs.METH_GET else ORDER_LIMITS
+        plan = Plan(caller, Endpoint(call.endpoint), facts, target, limits, may_load=False)
         return await Flight(self._ctx, self._room, request, call, plan).run()
 
     async def _limit(self, request: web.Request, endpoint: Endpoint, facts: Facts, caller: Caller) -> Facts:

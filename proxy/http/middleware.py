@@ -82,7 +82,7 @@ class Entry:
             id=request_id(request.headers.get("x-request-id")),
             method=request.method,
             path=request.path[:200],
-            dialect=dialect_of(request.path),
+            dialect=dialect_of(request.path, request.raw_path),
             arrived=self._clock(),
         )
         request[CALL] = call

@@ -37,8 +37,8 @@ class LogLines(Protocol):
     """An engine's log as it grows, in batches of lines; close it when done."""
 
     @property
-    def dropped(self) -> bool:
-        """Whether it ended because its reader was too slow."""
+    def ended(self) -> str:
+        """Why no more lines come; empty while some may."""
 
     def __aiter__(self) -> AsyncIterator[list[str]]: ...
 
@@ -101,8 +101,8 @@ class Control(Protocol):
     async def lease(self, ttl_s: float, reason: str, audit: Audit) -> tuple[Mapping[str, Any], str]:
         """Grant a lease."""
 
-    async def release(self, lease_id: str) -> Mapping[str, Any] | None:
-        """End a lease; None when there is none."""
+    async def release(self, lease_id: str) -> tuple[Mapping[str, Any], str] | None:
+        """End a lease; return it and why it would come back with the next proxy, if so; None when there is none."""
 
     async def reload(self, audit: Audit, *, dry_run: bool) -> Mapping[str, Any]:
         """Read the configuration again; return what changed, or would."""

@@ -114,7 +114,7 @@ class _Expect:
         refused = self._refusal(request)
         if refused is not None:
             given = request_id(request.headers.get("x-request-id"))
-            response = error_response(refused, dialect_of(request.path), given.shown)
+            response = error_response(refused, dialect_of(request.path, request.raw_path), given.shown)
             response.headers["x-request-id"] = given.shown
             response.headers["Server"] = SOURCE
             response.force_close()

@@ -93,7 +93,7 @@ class ProxyRunner(web.AppRunner):
                 # refused before the middleware: an Expect that a path without a body does not know
                 given = request_id(request.headers.get("x-request-id"))
                 told = from_http_exception(error, request.path[:200])
-                response = error_response(told, dialect_of(request.path), given.shown)
+                response = error_response(told, dialect_of(request.path, request.raw_path), given.shown)
                 response.headers["x-request-id"] = given.shown
                 response.headers["Server"] = SOURCE
                 response.force_close()

@@ -448,7 +448,7 @@ async def test_an_idle_model_goes_and_a_lease_holds_it(worlds, engine_binary, mi
     idle = fleet._runner("m").idle_since
     await eventually(lambda: monotonic() - idle > 2.5)
     assert fleet.status("m").state == "ready"
-    assert (await fleet.leases.release(lease.id)).id == lease.id and await fleet.leases.release("x") is None
+    assert await fleet.leases.release(lease.id) == (lease, "") and await fleet.leases.release("x") is None
     await eventually(lambda: fleet.status("m").state == "unloaded")
     assert fleet.status("m").cause is Cause.TTL
     [job] = [job for job in fleet.jobs.all("m") if job.kind is JobKind.UNLOAD]

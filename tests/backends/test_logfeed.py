@@ -27,7 +27,7 @@ async def test_lines_come_whole_and_in_order():
     feed.close()
     with pytest.raises(StopAsyncIteration):
         await anext(follower)
-    assert not follower.dropped
+    assert "shutting down" in follower.ended
 
 
 async def test_a_slow_viewer_is_dropped_and_others_go_on():
@@ -36,7 +36,7 @@ async def test_a_slow_viewer_is_dropped_and_others_go_on():
     slow, quick = feed.follow(limit_bytes=1000), feed.follow(limit_bytes=1 << 20)
     for n in range(200):
         tail.add(f"line {n}\n".encode())
-    assert slow.dropped and not quick.dropped
+    assert "too slow" in slow.ended and not quick.ended
     with pytest.raises(StopAsyncIteration):
         await anext(slow)
     assert len(await anext(quick)) == 200
@@ -46,7 +46,19 @@ async def test_a_slow_viewer_is_dropped_and_others_go_on():
 async def test_there_are_only_so_many_viewers():
     feed = LogFeed()
     followers = [feed.follow() for _ in range(MAX_VIEWERS + 3)]
-    assert sum(follower.dropped for follower in followers) == 3 and not followers[-1].dropped
+    # the oldest ones make room
+    assert [bool(follower.ended) for follower in followers] == [True] * 3 + [False] * MAX_VIEWERS
+    assert "too many" in followers[0].ended
+
+
+async def test_a_long_beginning_is_cut_not_dropped():
+    """Who asks for more than a viewer may hold gets the last of it, and what comes."""
+    feed = LogFeed()
+    follower = feed.follow([f"{n:09}" for n in range(1000)], limit_bytes=205)
+    feed.push([])
+    assert await anext(follower) == [f"{n:09}" for n in range(980, 1000)] and not follower.ended
+    feed.push(["next"])
+    assert await anext(follower) == ["next"]
 
 
 @given(st.lists(st.binary(max_size=200), max_size=30))

@@ -112,7 +112,8 @@ async def test_logs_are_followed_until_the_proxy_goes():
         feed.push(["first", "second"])
         feed.close()
         code, out, _ = await following
-        assert code == 0 and [json.loads(line)["line"] for line in out.splitlines()] == ["first", "second"]
+        said = [json.loads(line)["line"] for line in out.splitlines()]
+        assert (code, said) == (3, ["first", "second", "--- the proxy is shutting down"])
 
 
 async def test_the_doctor_finds_says_what_next_and_writes_a_bundle(tmp_path):

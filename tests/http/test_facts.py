@@ -147,9 +147,12 @@ def test_noise_in_json_is_refused_or_read(data):
 
 
 def test_dialects_by_path():
-    assert dialect_of("/v1/messages/count_tokens") is Dialect.ANTHROPIC
-    assert dialect_of("/upstream/m/v1/messages") is Dialect.ANTHROPIC
-    assert dialect_of("/v1/responses") is Dialect.RESPONSES
-    assert dialect_of("/upstream/x") is Dialect.OPENAI
+    assert dialect_of("/v1/messages/count_tokens", "/v1/messages/count_tokens") is Dialect.ANTHROPIC
+    assert dialect_of("/upstream/m/v1/messages", "/upstream/m/v1/messages") is Dialect.ANTHROPIC
+    # only what is as received tells where a model's name ends
+    assert dialect_of("/upstream/a/b/v1/messages", "/upstream/a%2Fb/v1/messages?x=/") is Dialect.ANTHROPIC
+    assert dialect_of("/v1/messages", "/v1/%6Dessages") is Dialect.ANTHROPIC
+    assert dialect_of("/v1/responses", "/v1/responses") is Dialect.RESPONSES
+    assert dialect_of("/upstream/x", "/upstream/x") is Dialect.OPENAI
     for path, endpoint in INFERENCE.items():
-        assert endpoint.dialect is dialect_of(path)
+        assert endpoint.dialect is dialect_of(path, path)

@@ -310,4 +310,4 @@ async def test_the_log_is_text_or_events_and_a_reader_that_lags_is_dropped():
         assert not feed._followers
         async with client.get("/api/models/demo/logs?follow=1") as text:
             await made.fleet.stop(1)
-            assert await asyncio.wait_for(text.content.read(), 5) == b""
+            assert await asyncio.wait_for(text.content.read(), 5) == b"--- the proxy is shutting down\n"

@@ -316,3 +316,19 @@ def test_a_reader_that_goes_away_ends_the_watch(engine: EngineFactory) -> None:
     finally:
         watching.kill()
         watching.wait(10)
+
+
+@pytest.mark.engine
+def test_a_reader_of_lines_that_goes_away_ends_the_watch(engine: EngineFactory) -> None:
+    """`llama-proxy watch | head -1`: nothing is observed for nobody."""
+    server = engine("llama", "drain")
+    watching = run_watch(f":{server.port}")
+    assert watching.stdout is not None
+    try:
+        assert watching.stdout.readline()
+        watching.stdout.close()
+        watching.stdout = None
+        assert b"Traceback" not in watching.communicate(timeout=60)[1]
+    finally:
+        watching.kill()
+        watching.wait(10)
