@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import os
 import platform
 import re
 import sys
@@ -11,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import IO, Any, Final
 
 import click
 
@@ -34,7 +35,14 @@ from proxy.settings import ConfigError
 
 _LOG_LINES: Final = 5000
 _HIDDEN: Final = "**********"
-_SECRET: Final = re.compile(r"key|token|secret|password|credential", re.IGNORECASE)
+_SECRET: Final = re.compile(r"key|token|secret|password|passwd|credential|authorization", re.IGNORECASE)
+_IN_WORDS: Final = (
+    re.compile(rf"(--?[\w-]*(?:{_SECRET.pattern})[\w-]*[= ]\s*)\S+", re.IGNORECASE),
+    re.compile(rf"(\b\w*(?:{_SECRET.pattern})\w*=)\S+", re.IGNORECASE),
+    re.compile(r"(authorization:\s*(?:\w+\s+)?)[^\s'\"]+", re.IGNORECASE),
+    re.compile(r"(\b[a-z][a-z0-9+.-]*://)[^\s/@]+(?=@)", re.IGNORECASE),
+)
+"""Before a secret: a flag, an assignment, a header, the scheme of a URL with a name and password."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +61,7 @@ class Finding:
 @click.option(
     "--bundle",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="Write state, metrics, engine logs and the configuration without keys to this new .tar.gz file.",
+    help="Write state, metrics, engine logs and the configuration, its keys left out, to this new .tar.gz file.",
 )
 @remote_options
 def doctor(
@@ -85,11 +93,9 @@ def doctor(
             findings += [found for report in reports for found in _differences(report)]
     if bundle is not None:
         try:
-            _write(bundle, remote, models, config_file, findings)
+            with told(as_json=as_json), _whole(bundle) as raw:
+                _write(raw, remote, models, config_file, findings)
         except OSError as error:
-            with contextlib.suppress(OSError):
-                # half a bundle would be taken for a whole one
-                bundle.unlink(missing_ok=True)
             fail(f"{bundle} cannot be written: {error.strerror or error}", Exit.REFUSED, as_json=as_json)
     if as_json:
         told_ = [{"subject": f.subject, "words": f.words, "hint": f.hint} for f in findings]
@@ -105,7 +111,8 @@ def doctor(
             click.echo("books, processes, sockets and slots agree")
         if bundle is not None:
             click.echo(
-                f"{bundle} was written; it holds no keys and no prompts, but do read it before you send it"
+                f"{bundle} was written for your eyes; keys are left out where they are known to be, and engines' logs "
+                "say what engines say: read it before you send it"
             )
     sys.exit(int(Exit.FAILED) if findings else 0)
 
@@ -145,8 +152,22 @@ def _differences(report: dict[str, Any]) -> Iterator[Finding]:
         yield Finding(report["model"], one["words"], one["repair"] or "not mended: see docs/operating.md")
 
 
+@contextlib.contextmanager
+def _whole(file: Path) -> Iterator[IO[bytes]]:
+    """Open a new file that only its owner reads; what is not written to its end does not stay."""
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        with os.fdopen(descriptor, "wb") as raw:
+            yield raw
+    except BaseException:
+        # half a bundle would be taken for a whole one
+        with contextlib.suppress(OSError):
+            file.unlink(missing_ok=True)
+        raise
+
+
 def _write(
-    file: Path, remote: Remote, models: dict[str, Any], config_file: Path | None, findings: list[Finding]
+    raw: IO[bytes], remote: Remote, models: dict[str, Any], config_file: Path | None, findings: list[Finding]
 ) -> None:
     """Write the bundle; what cannot be had is named in it instead."""
     about = {
@@ -157,7 +178,7 @@ def _write(
         "at": time.time(),
         "findings": [{"subject": f.subject, "words": f.words, "hint": f.hint} for f in findings],
     }
-    with file.open("xb") as raw, tarfile.open(fileobj=raw, mode="w:gz") as tar:
+    with tarfile.open(fileobj=raw, mode="w:gz") as tar:
 
         def add(name: str, get: Callable[[], Any]) -> None:
             try:
@@ -207,9 +228,9 @@ def without_secrets(value: Any, name: str = "") -> Any:
         case str() if value and _SECRET.search(name):
             return _HIDDEN
         case str():
-            return re.sub(
-                r"(?i)(--?[\w-]*(?:key|token|secret|password)[\w-]*[= ])\S+", rf"\1{_HIDDEN}", value
-            )
+            for pattern in _IN_WORDS:
+                value = pattern.sub(rf"\1{_HIDDEN}", value)
+            return value
         case _:
             return value
 

@@ -23,7 +23,7 @@ def jobs(
     config_file: Path | None,
     as_json: bool,
 ) -> None:
-    """List loads, unloads, drains and force-unloads, the newest first; or show one whole, as JSON.
+    """List loads, unloads and force-unloads, the newest first; or show one whole, as JSON.
 
     Exit codes: 0 done, 1 the proxy refused, 2 wrong call or configuration, 3 no proxy answers,
     4 no such job or model.

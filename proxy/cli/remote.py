@@ -125,7 +125,8 @@ class Remote:
 def find(url: str | None, key: str | None, config_file: Path | None) -> Remote:
     """Return the proxy that is meant: by flag, environment, then the configuration `serve` would use.
 
-    The key is taken from the same places; of a configuration the first of `server.admin_keys`.
+    The key is taken from the same places; of a configuration the first of `server.admin_keys`, and only where its
+    proxy is meant: a key is not sent to an address that was named otherwise, unless the configuration was named, too.
     """
     url = url or os.environ.get("LLAMA_PROXY_URL") or None
     key = key or os.environ.get("LLAMA_PROXY_ADMIN_KEY") or None
@@ -152,7 +153,10 @@ def remote_options(function: _F) -> _F:
             type=click.Path(path_type=Path),
             help="Configuration to take address and admin key from.",
         ),
-        click.option("--key", help="Admin key (default: $LLAMA_PROXY_ADMIN_KEY, then the configuration's)."),
+        click.option(
+            "--key",
+            help="Admin key (default: $LLAMA_PROXY_ADMIN_KEY, then the configuration's, where it says the address, too).",
+        ),
         click.option("--url", help="Base URL (default: $LLAMA_PROXY_URL, then the configuration's)."),
     ):
         function = option(function)
@@ -174,7 +178,7 @@ def unwrap(answer: Answer, *, as_json: bool, unknown: bool = True) -> dict[str, 
     code = Exit.UNKNOWN if answer.status == 404 and unknown else Exit.REFUSED
     hint = ""
     if answer.status == 401:
-        hint = "\ngive the admin key with --key or $LLAMA_PROXY_ADMIN_KEY"
+        hint = "\ngive the admin key with --key, $LLAMA_PROXY_ADMIN_KEY or --config"
     fail(answer.problem + hint, code, as_json=as_json)
 
 

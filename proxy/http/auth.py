@@ -36,6 +36,7 @@ class Area(StrEnum):
 
 
 _PUBLIC: Final = frozenset({"/healthz", "/readyz", "/favicon.ico", "/health", "/v1/health"})
+_TELLS_NOTHING: Final = frozenset({"/healthz", "/favicon.ico"})
 _OPERATOR: Final = ("/api/", "/models/", "/ui/")
 _PAGES: Final = frozenset({"http", "https", "null"})
 """How the `Origin` of a web page begins."""
@@ -73,12 +74,16 @@ class Gatekeeper:
         """Return the caller, or raise `ProxyError` (401, 403)."""
         match area:
             case Area.PUBLIC:
+                if request.path not in _TELLS_NOTHING:
+                    self._check_rebound(request)
                 return self._anonymous(request)
             case Area.METRICS:
                 if self._metrics is not None and not hmac.compare_digest(
                     _digest(_presented(request) or ""), self._metrics
                 ):
                     raise _unauthorised("a metrics key is needed (server.metrics_key)")
+                if self._metrics is None:
+                    self._check_rebound(request)
                 return self._anonymous(request)
             case Area.OPERATOR:
                 self._check_origin(request)
@@ -170,6 +175,11 @@ class Gatekeeper:
             ErrorCode.PERMISSION_DENIED,
             f"the Host {name!r} is not served without keys: add it to server.allowed_hosts",
         )
+
+    def _check_rebound(self, request: web.Request) -> None:
+        """Keep what tells of models from web pages that call a loopback port by a name of theirs."""
+        if not self._api and self._server.loopback:
+            self._check_host(request)
 
     def _check_page(self, request: web.Request) -> None:
         """Refuse work for a web page that nobody invited: some posts a browser sends without asking first.

@@ -32,7 +32,8 @@ KEEPER: Final = web.AppKey("keeper", Gatekeeper)
 def make_http(ctx: HttpContext) -> web.Application:
     """Return the application; to be run by `proxy.http.server.ProxyRunner`."""
     accounts = Accounts(ctx.metrics)
-    accounts.declare(ctx.catalog.ids())
+    # of models that a reload adds, too
+    ctx.metrics.on_render(lambda: accounts.declare(ctx.catalog.ids()))
     entry = Entry(ctx, accounts)
     sweeper = Sweeper(ctx.clock)
     limit = ctx.settings.server.max_body_bytes

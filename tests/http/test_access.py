@@ -110,6 +110,9 @@ async def test_without_keys_the_host_must_be_this_machine(host, wanted):
             found = await status(h, "GET", path, headers={"Host": host})
             assert found == wanted or (path.startswith("/props") and wanted == 200 and found == 503)
         assert await status(h, "GET", "/healthz", headers={"Host": host}) == 200
+        for path in ("/metrics", "/health?model=demo", "/readyz"):
+            found = await status(h, "GET", path, headers={"Host": host})
+            assert (found == 403) is (wanted == 403), path
 
 
 async def test_with_keys_any_host_name_will_do():

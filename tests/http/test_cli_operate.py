@@ -131,6 +131,7 @@ async def test_the_doctor_finds_says_what_next_and_writes_a_bundle(tmp_path):
         bundle = tmp_path / "b.tar.gz"
         _, out, _ = await run("doctor", *where, "--config", str(config), "--bundle", str(bundle), check=5)
         assert "demo: does not load: no engine" in out and "llama-proxy gate open other" in out
+        assert bundle.stat().st_mode & 0o777 == 0o600
         with tarfile.open(bundle) as tar:
             found = {
                 name.removeprefix("llama-proxy-bundle/"): tar.extractfile(name).read()
@@ -157,6 +158,22 @@ def test_secrets_are_left_out():
         "A": "**********"
     }
     assert hidden["cmd"] == "ssh h s --api-key=********** -c 1" and hidden["key"] == "**********"
+    stars = "*" * 10
+    assert without_secrets({"url": "http://me:pw@host:1/x", "cmd": "env HF_TOKEN=a run -c 1"}) == {
+        "url": f"http://{stars}@host:1/x",
+        "cmd": f"env HF_TOKEN={stars} run -c 1",
+    }
+    words = ["-e", "HF_TOKEN=a", "curl -H 'Authorization: Bearer abc' x", "http://host/a@b", "-c", "4096"]
+    assert without_secrets(words) == [
+        *(
+            "-e",
+            f"HF_TOKEN={stars}",
+            f"curl -H 'Authorization: Bearer {stars}' x",
+            "http://host/a@b",
+            "-c",
+            "4096",
+        ),
+    ]
 
 
 def test_words_of_progress_and_numbers():

@@ -3,11 +3,14 @@
 import asyncio
 import io
 import json
+import re
+from pathlib import Path
 
 import aiohttp
 import pytest
 
 from proxy.errors import ErrorCode, ProxyError
+from proxy.http.endpoints import INFERENCE
 
 from .test_forward import CHAT, chat
 from .world import house, raw, settings, until
@@ -217,3 +220,12 @@ async def test_a_bug_of_ours_is_a_500_without_its_words(monkeypatch):
         assert answer.status == 500
         assert "division" not in json.dumps(value)
         openai(value, "internal_error")
+
+
+def test_the_documentation_lists_every_code_and_path():
+    """Who meets one at night looks it up there."""
+    text = (Path(__file__).parents[2] / "docs" / "http.md").read_text()
+    assert [code.value for code in ErrorCode if f"`{code.value}`" not in text] == []
+    named = {name.strip("`").split("?")[0] for name in re.findall(r"`[^`]+`", text)}
+    named |= {name.partition(" ")[2] for name in named}
+    assert sorted(set(INFERENCE) - named) == []

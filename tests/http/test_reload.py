@@ -148,7 +148,9 @@ async def test_models_come_change_and_go():
         assert (status, body["error"]["code"]) == (429, "queue_full"), "the new bound holds"
         job = (await ask(client, "POST", "/api/models/new/load?wait=10"))[1]["job"]
         assert job["state"] == "failed" and "no engine" in job["error"]
-        assert 'model="other"' not in made.metrics.render().decode()
+        shown = made.metrics.render().decode()
+        assert 'model="other"' not in shown
+        assert 'llama_proxy_upstream_errors_total{kind="mid_body",model="new"} 0.0' in shown
         again = await ask(client, "POST", "/api/reload")
         assert again[1]["added"] == again[1]["removed"] == again[1]["changed"] == []
         await ask(client, "POST", "/api/models/demo/gate", {"state": "open"})
