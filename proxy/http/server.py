@@ -7,7 +7,7 @@ log; both are replaced here.
 from typing import Any
 
 from aiohttp import web
-from aiohttp.web_protocol import RequestHandler
+from aiohttp.web_protocol import RequestHandler, RequestPayloadError, _ErrInfo
 
 from proxy import logs
 from proxy.errors import SOURCE, ErrorCode, ProxyError
@@ -42,6 +42,22 @@ class JsonRequestHandler(RequestHandler):
     """One connection; answers unparsable requests in JSON."""
 
     __slots__ = ()
+
+    def data_received(self, data: bytes) -> None:
+        """Take bytes off the connection.
+
+        A body that turns out malformed behind its first segment is told to its reader, who would wait for its rest:
+        the parser only queues a refusal behind the request.
+        """
+        super().data_received(data)
+        reading = self._current_request
+        if reading is None or not self._messages or not isinstance(self._messages[-1][0], _ErrInfo):
+            return
+        if not reading.content.is_eof() and reading.content.exception() is None:
+            text = self._messages[-1][0].message.strip().partition("\n")[0].rstrip(":")[:200]
+            reading.content.set_exception(RequestPayloadError(text))
+            # nothing of it is waited for when the answer is out
+            reading.content.feed_eof()
 
     def handle_error(
         self,

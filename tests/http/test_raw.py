@@ -1,8 +1,11 @@
 """Malformed and ambiguous requests over raw sockets, through the real runner."""
 
+import asyncio
 import json
 
 import pytest
+
+from proxy.http.uploads import Upload
 
 from .world import house, raw, settings, until
 
@@ -94,6 +97,24 @@ async def test_what_can_be_read_two_ways_is_refused(name):
         assert value["error"]["source"] == "llama-proxy"
         assert h.engine.requests == []
         assert h.live() == 0
+
+
+async def test_a_body_that_turns_bad_behind_its_first_segment_is_refused_at_once(caplog, monkeypatch):
+    """Nobody waits for the rest of what cannot be read."""
+    came, add = [], Upload.add
+    monkeypatch.setattr(Upload, "add", lambda self, size: (came.append(size), add(self, size))[1])
+    async with house() as h:
+        reader, writer = await asyncio.open_connection("127.0.0.1", h.port)
+        try:
+            writer.write(POST + b"Transfer-Encoding: chunked\r\n\r\n5\r\n" + BODY[:5] + b"\r\n")
+            await until(lambda: came == [5])
+            writer.write(b"zz\r\n" + SMUGGLED)
+            status, value = only_answer(await asyncio.wait_for(reader.read(), 20))
+        finally:
+            writer.close()
+        assert status == 400 and "chunk size" in value["error"]["message"]
+        assert h.engine.requests == [] and h.live() == 0
+    assert "Unhandled" not in caplog.text
 
 
 @pytest.mark.parametrize("name", NOT_FOUND)
