@@ -3,7 +3,8 @@
 from aiohttp import web
 
 from proxy.errors import ErrorCode, ProxyError
-from proxy.http.orders import LeaseOrder, audit_of, model_of, read, seconds_of
+from proxy.http.naming import model_of
+from proxy.http.orders import LeaseOrder, audit_of, read, seconds_of
 from proxy.http.ports import Control, HttpContext
 from proxy.http.render import json_response
 

@@ -7,7 +7,8 @@ from typing import Final
 import orjson
 from aiohttp import web
 
-from proxy.http.orders import count_of, flag_of, model_of
+from proxy.http.naming import model_of
+from proxy.http.orders import count_of, flag_of
 from proxy.http.ports import Control, HttpContext, LogLines
 from proxy.sse import comment
 

@@ -6,6 +6,7 @@ from typing import Final
 from aiohttp import web
 
 from proxy.errors import ErrorCode, ProxyError
+from proxy.http.naming import model_of
 from proxy.http.ports import HttpContext
 from proxy.http.render import json_response
 from proxy.types import ModelState
@@ -34,9 +35,7 @@ class Health:
         name = request.query.get("model")
         if not name:
             return json_response({"status": "ok"})
-        model = self._ctx.catalog.resolve(name)
-        if model is None:
-            raise ProxyError(ErrorCode.MODEL_NOT_FOUND, f"the model {name!r} does not exist", param="model")
+        model = model_of(name, self._ctx.catalog)
         state = self._ctx.models.state(model)
         if state is ModelState.READY:
             return json_response({"status": "ok", "model": model})
@@ -61,10 +60,7 @@ class Health:
 
     async def model(self, request: web.Request) -> web.Response:
         """Show one model, by id or alias."""
-        name = request.match_info["id"]
-        model = self._ctx.catalog.resolve(name)
-        if model is None:
-            raise ProxyError(ErrorCode.MODEL_NOT_FOUND, f"the model {name!r} does not exist", param="model")
+        model = model_of(request.match_info["id"], self._ctx.catalog)
         return json_response(self._ctx.models.describe(model))
 
     async def favicon(self, _request: web.Request) -> web.Response:

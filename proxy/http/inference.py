@@ -14,6 +14,7 @@ from proxy.http.endpoints import INFERENCE, Endpoint
 from proxy.http.facts import Body, Facts
 from proxy.http.forward import Flight, Plan, Room
 from proxy.http.limits import TokenLimits, lower
+from proxy.http.naming import no_such_model
 from proxy.http.passage import operator_may, split
 from proxy.http.ports import HttpContext
 from proxy.http.requests import Board
@@ -26,8 +27,6 @@ READ_LIMITS: Final = Budgets(first_token_timeout_s=None, inter_token_timeout_s=N
 ORDER_LIMITS: Final = READ_LIMITS.model_copy(update={"total_timeout_s": 300.0})
 """An operator's order to an engine may take a disk its time: a slot of a long prompt is gigabytes."""
 _NAMES_SHOWN: Final = 10
-_NAME_SHOWN: Final = 200
-"""Characters of a name that is sent back: a body may hold a very long one."""
 
 
 class Inference:
@@ -125,16 +124,13 @@ class Inference:
             raise RuntimeError("a handler ran before its caller was checked")
         model = catalog.resolve(name) if name else catalog.only()
         if model is None and not name:
-            known = ", ".join(catalog.ids()[:_NAMES_SHOWN]) or "none is configured"
+            mine = [one for one in catalog.ids() if may_use(caller, one, catalog.model(one))]
+            known = ", ".join(mine[:_NAMES_SHOWN]) or "none is there for you"
             raise ProxyError(
                 ErrorCode.INVALID_REQUEST, f"'model' is missing (models: {known})", param="model"
             )
         if model is None:
-            raise ProxyError(
-                ErrorCode.MODEL_NOT_FOUND,
-                f"the model {_short(name or '')!r} does not exist; see /v1/models",
-                param="model",
-            )
+            raise no_such_model(name or "")
         if not may_use(caller, model, catalog.model(model)):
             raise ProxyError(
                 ErrorCode.PERMISSION_DENIED,
@@ -143,7 +139,3 @@ class Inference:
             )
         call.model = model
         return caller
-
-
-def _short(name: str) -> str:
-    return name if len(name) <= _NAME_SHOWN else name[:_NAME_SHOWN] + "…"

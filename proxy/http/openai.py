@@ -5,9 +5,9 @@ from typing import Any
 
 from aiohttp import web
 
-from proxy.errors import ErrorCode, ProxyError
 from proxy.http.auth import may_use
 from proxy.http.call import CALL
+from proxy.http.naming import no_such_model
 from proxy.http.ports import HttpContext
 from proxy.http.render import json_response
 
@@ -33,7 +33,7 @@ class ModelList:
         name = request.match_info["id"]
         model = self._ctx.catalog.resolve(name)
         if model is None or not self._visible(request, model):
-            raise ProxyError(ErrorCode.MODEL_NOT_FOUND, f"the model {name!r} does not exist", param="model")
+            raise no_such_model(name)
         return json_response(self._entry(model))
 
     def _visible(self, request: web.Request, model: str) -> bool:

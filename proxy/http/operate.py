@@ -8,13 +8,13 @@ from aiohttp import web
 from proxy.admission import outcome_of
 from proxy.errors import ErrorCode, ProxyError, error_body
 from proxy.http.call import CALL
+from proxy.http.naming import model_of
 from proxy.http.orders import (
     GateOrder,
     LoadOrder,
     ReloadOrder,
     UnloadOrder,
     audit_of,
-    model_of,
     read,
     seconds_of,
 )

@@ -6,7 +6,6 @@ from typing import Annotated, Any, Final, Literal, TypeVar
 from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from proxy.catalog import Catalog
 from proxy.errors import ErrorCode, ProxyError
 from proxy.http.body import check_length
 from proxy.http.call import CALL
@@ -92,15 +91,6 @@ async def read(request: web.Request, kind: type[_Order], server: Server) -> _Ord
         return kind.model_validate_json(bytes(data) or b"{}")
     except ValidationError as error:
         raise _refused(error.errors(include_url=False, include_input=False)[0], kind) from None
-
-
-def model_of(name: str, catalog: Catalog) -> str:
-    """Return the id of a model by id or alias; 404 `model_not_found`."""
-    model = catalog.resolve(name)
-    if model is None:
-        text = f"the model {name[:200]!r} does not exist: GET /api/models lists the names"
-        raise ProxyError(ErrorCode.MODEL_NOT_FOUND, text, param="model")
-    return model
 
 
 def audit_of(request: web.Request, server: Server) -> Audit:

@@ -9,6 +9,7 @@ from proxy import logs
 from proxy.admission import TicketView
 from proxy.errors import ErrorCode, ProxyError
 from proxy.http.call import CALL, Call
+from proxy.http.naming import model_of
 from proxy.http.ports import HttpContext
 from proxy.http.render import json_response
 from proxy.types import TicketState
@@ -88,10 +89,7 @@ class Requests:
     async def list(self, request: web.Request) -> web.Response:
         """Serve `GET /api/requests[?model=]`."""
         name = request.query.get("model")
-        model = self._ctx.catalog.resolve(name) if name else None
-        if name and model is None:
-            raise ProxyError(ErrorCode.MODEL_NOT_FOUND, f"the model {name!r} does not exist", param="model")
-        return json_response({"requests": self.all(model)})
+        return json_response({"requests": self.all(model_of(name, self._ctx.catalog) if name else None)})
 
     async def cancel(self, request: web.Request) -> web.Response:
         """Serve `DELETE /api/requests/{id}`. Ending what is being ended already changes nothing."""

@@ -9,7 +9,8 @@ from aiohttp import web
 
 from proxy.http.auth import may_use
 from proxy.http.call import CALL
-from proxy.http.orders import RouterOrder, audit_of, model_of, read
+from proxy.http.naming import model_of
+from proxy.http.orders import RouterOrder, audit_of, read
 from proxy.http.ports import Control, HttpContext
 from proxy.http.render import json_response
 from proxy.types import ModelState
