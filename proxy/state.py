@@ -13,6 +13,7 @@ import json
 import os
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -24,6 +25,9 @@ from proxy import logs
 VERSION: Final = 1
 LOCK: Final = "lock"
 PROBE: Final = "probe.json"
+ORPHAN_S: Final = 3.0
+"""How long the lock of an owner that is dead is waited for."""
+_RETRY_S: Final = 0.02
 _MAX_NAME: Final = 120
 _log = logs.get("state")
 _T = TypeVar("_T")
@@ -43,6 +47,38 @@ def file_name(name: str) -> str:
         return quoted
     digest = hashlib.sha256(name.encode()).hexdigest()[:16]
     return f"{quoted[: _MAX_NAME - 17]}~{digest}"
+
+
+def _locked(lock: int) -> bool:
+    """Lock an open file, if nobody else has it; a dead owner's lock is waited for.
+
+    Who was killed while it started a process may live on in that for some milliseconds, until it becomes the other
+    program.
+    """
+    deadline = time.monotonic() + ORPHAN_S
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            owner = _owner(lock)
+            if owner is None or _lives(owner) or time.monotonic() > deadline:
+                return False
+            time.sleep(_RETRY_S)
+        else:
+            return True
+
+
+def _owner(lock: int) -> int | None:
+    """Return the process that wrote itself into a lock file, None when that is not to be read."""
+    with suppress(OSError, ValueError):
+        return int(os.pread(lock, 20, 0))
+    return None
+
+
+def _lives(pid: int) -> bool:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[:1] != [b"Z"]
+    return False
 
 
 class StateDir:
@@ -66,12 +102,10 @@ class StateDir:
             lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             return cls._without(path, f"cannot be written ({error.strerror})")
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            owner = os.read(lock, 20).decode("ascii", "replace").strip() or "unknown"
+        if not _locked(lock):
+            owner = _owner(lock)
             os.close(lock)
-            return cls._without(path, f"is used by another llama-proxy (pid {owner})")
+            return cls._without(path, f"is used by another llama-proxy (pid {owner or 'unknown'})")
         state = cls(path, lock)
         with suppress(OSError):
             os.truncate(lock, 0)

@@ -61,6 +61,34 @@ def test_a_killed_owner_lets_go(tmp_path):
     again.close()
 
 
+def test_the_lock_of_a_dead_owner_is_waited_for(tmp_path, monkeypatch):
+    """A proxy that was killed while it started a process: the child has the lock until it is another program."""
+    code = (
+        "import os, sys; from pathlib import Path; from proxy.state import StateDir\n"
+        "s = StateDir.open(Path(sys.argv[1]))\n"
+        "if os.fork(): os._exit(0)\n"
+        "print(s.kept, flush=True); sys.stdin.readline()"
+    )
+    root = Path(__file__).resolve().parents[1]
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=root,
+    ) as owner:  # fmt: skip
+        assert owner.stdout.readline().strip() == "True"
+        owner.wait(20)
+        waits = []
+
+        def instead(seconds):
+            waits.append(seconds)
+            if not owner.stdin.closed:
+                owner.stdin.close()
+
+        monkeypatch.setattr("proxy.state.time.sleep", instead)
+        state = StateDir.open(tmp_path)
+        assert state.kept and waits
+        state.close()
+
+
 @pytest.mark.parametrize(
     "content", [b"", b"{", b"[1]", b'{"version": 1}', b'{"version": 1, "data": []}', b"\xff\xfe"]
 )
