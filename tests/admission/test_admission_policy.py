@@ -265,6 +265,19 @@ def test_shape_has_a_bound():
     assert s.held("long")[Reason.COHORT_SHAPE] == pytest.approx(10.0)
 
 
+def test_a_bound_of_nothing_holds_nobody_back():
+    """`cohort_shape_max_wait_s: 0`: whose wait is over before it begins must not need another event to go."""
+    s = (
+        Scene(shape=True, shape_max_wait_s=0.0)
+        .ready(slots=4, policy=DRAIN)
+        .see(phase=EnginePhase.IDLE, cohort=0)
+    )
+    pace = s.state.rooms[MODEL].books["b"].pace
+    pace.reading_s, pace.read_tokens, pace.generation_s = 1.0, 1000.0, 1.0
+    s.arrive("run", prompt_bytes=SMALL).arrive("long", prompt_bytes=40_000)
+    assert s.granted == ["run", "long"]
+
+
 def test_where_reading_is_cheap_nothing_is_left_out():
     s = shaped()
     s.state.rooms[MODEL].books["b"].pace.generation_s = 1000.0
