@@ -61,24 +61,41 @@ from proxy.types import (
 
 MODELS = ("m", "o")
 SLOTS = {"m": 4, "o": 2}
-PATIENCE = 5.0
-AGED_S = 15.0
 AGE_EVERY = 3
-SHAPE_WAIT_S = 6.0
 WEIGHTS = {"k1": 1.0, "k2": 2.0, "k3": 1.0}
 LIMITS = Limits(
     max_queue=8,
     max_queued_bytes=500,
     queue_timeout_s=40.0,
     gate_hold_max_s=30.0,
-    wide_patience_s=PATIENCE,
+    wide_patience_s=5.0,
     stale_after_s=3.0,
-    age_after_s=AGED_S,
+    age_after_s=15.0,
     age_every=AGE_EVERY,
     shape_ratio=0.5,
-    shape_max_wait_s=SHAPE_WAIT_S,
+    shape_max_wait_s=6.0,
     models={model: ModelLimits(load_timeout_s=50.0) for model in MODELS},
 )
+
+
+BUDGETS = (
+    (
+        {
+            Reason.NO_FREE_SLOT,
+            Reason.COHORT_SEALED,
+            Reason.COHORT_SHAPE,
+            Reason.FAIRNESS,
+            Reason.WIDE_REQUEST,
+        },
+        lambda limits, model: limits.queue_timeout_s,
+    ),
+    (
+        {Reason.MODEL_LOADING, Reason.BACKEND_DOWN, Reason.SWAP_WAIT},
+        lambda limits, model: limits.of(model).load_timeout_s,
+    ),
+    ({Reason.GATE_BLOCKED, Reason.MODEL_DRAINING}, lambda limits, model: limits.gate_hold_max_s),
+)
+"""Which waits count together, and what bounds them: the test's own table."""
 
 
 class Choices:
@@ -165,6 +182,7 @@ class History:
         self.living_or_one_outcome()
         self.nobody_waits_beside_free_capacity()
         self.shape_has_its_bound()
+        self.nobody_outlives_a_budget()
         self.places_are_unique()
         self.someone_works_on_a_load()
 
@@ -183,7 +201,7 @@ class History:
         elif kind < 69:
             self.see(model)
         elif kind < 76:
-            self.wait(pick.one(0.0, 0.01, 0.5, 0.5, 2.0, 4.0, 20.0))
+            self.wait(pick.one(0.0, 0.01, 0.5, 0.5, 2.0, 4.0, 20.0, 45.0))
         elif kind < 82:
             self.give_back()
         elif kind < 84:
@@ -198,7 +216,9 @@ class History:
             self.let_go(self.known(), pick.chance(50), pick.one(*Outcome))
         elif kind < 95 and self.specs:
             self.requeue(self.known())
-        elif kind >= 96:
+        elif kind < 96:
+            self.reload()
+        else:
             self.trouble(model)
 
     # --- driving ----------------------------------------------------------------------------------
@@ -264,6 +284,10 @@ class History:
     def never_seen(self, grant):
         return grant.key not in self.shown_keys
 
+    @property
+    def limits(self):
+        return self.state.limits
+
     def charged(self, tag):
         return any(tag in book.charges for room in self.state.rooms.values() for book in room.books.values())
 
@@ -303,14 +327,14 @@ class History:
         if other is entry or not waits or spec.model != entry.spec.model or self.cost(spec.id) == 0:
             return False
         wide = spec.tasks > SLOTS[spec.model] >= spec.n
-        patient = other.wide_since is None or self.now - other.wide_since < PATIENCE
+        patient = other.wide_since is None or self.now - other.wide_since < self.limits.wide_patience_s
         since = other.shape_since
-        shaped = since is not None and self.now < since + SHAPE_WAIT_S
-        return not (wide and patient) and not (shaped and self.state.limits.shape)
+        shaped = since is not None and self.now < since + self.limits.shape_max_wait_s
+        return not (wide and patient) and not (shaped and self.limits.shape)
 
     def check_turn(self, entry, rivals, counter):
         model, name = entry.spec.model, entry.spec.id
-        old = [e.number for e in (*rivals, entry) if self.now >= e.senior_at + AGED_S]
+        old = [e.number for e in (*rivals, entry) if self.now >= e.senior_at + self.limits.age_after_s]
         if self.turns[model] >= AGE_EVERY - 1 and old:
             assert entry.number == min(old), f"{name} went although it was the turn of the longest waiting"
             self.turns[model] = 0
@@ -462,6 +486,23 @@ class History:
             case "stop" if pick.chance(20):
                 self.post(ShutDown(ProxyError(ErrorCode.SHUTTING_DOWN, "x"), cut=stale))
 
+    def reload(self):
+        """New limits, shorter than what some have waited, longer, or off."""
+        pick = self.pick
+        load_s = pick.one(50.0, 5.0, None)
+        limits = replace(
+            LIMITS,
+            shape=self.limits.shape,
+            queue_timeout_s=pick.one(40.0, 40.0, 10.0, 1.0, 90.0, None),
+            gate_hold_max_s=pick.one(30.0, 30.0, 3.0, None),
+            stale_after_s=pick.one(3.0, 3.0, 0.1, 30.0),
+            wide_patience_s=pick.one(5.0, 5.0, 0.0, 15.0),
+            age_after_s=pick.one(15.0, 15.0, 1.0),
+            shape_max_wait_s=pick.one(6.0, 6.0, 0.0, 1.0),
+            models={model: ModelLimits(load_timeout_s=load_s) for model in MODELS},
+        )
+        self.post(Configured(limits))
+
     def ready(self, model, *, stale):
         if not stale:
             self.generation[model] += 1
@@ -583,7 +624,7 @@ class History:
             if room is None or not room.queue or not room.books or room.admin is not AdminState.ENABLED:
                 continue
             held = plan(self.state, room, self.now)
-            turns = line(room, self.state.limits, self.now)
+            turns = line(room, self.limits, self.now)
             first = next((turn.entry for turn in turns if turn.entry.number not in held.held), None)
             if first is None or held.closed:
                 continue
@@ -600,8 +641,27 @@ class History:
         """Nobody waits for its like longer than the configuration says."""
         for entry in self.state.tickets.values():
             if entry.reason is Reason.COHORT_SHAPE:
-                assert self.state.limits.shape
-                assert self.now < entry.shape_since + SHAPE_WAIT_S
+                assert self.limits.shape
+                assert self.now < entry.shape_since + self.limits.shape_max_wait_s
+
+    def nobody_outlives_a_budget(self):
+        """Who waits has waited for less than its budget in all, and time alone will end it: rule 5.
+
+        What an engine showed of a ticket counts only while it is seen.
+        """
+        limits = self.limits
+        for view in ticket_views(self.state, self.now):
+            entry = self.state.tickets[view.id]
+            ledger = self.state.ledger_of(entry)
+            blind = ledger is not None and not ledger.mirror(self.now).fresh
+            if view.reason is None or view.id in self.outcomes or blind:
+                continue
+            reasons, limit = next((r, of(limits, view.model)) for r, of in BUDGETS if view.reason in r)
+            if limit is None:
+                continue
+            waited = sum(seconds for reason, seconds in view.held_s.items() if reason in reasons)
+            assert waited < limit + 1e-6, f"{view.id} has waited {waited:g} s for {view.reason}"
+            assert self.armed is not None and self.armed <= self.now + limit, "nothing would end its wait"
 
     def places_are_unique(self):
         """A promise gives an old place to one ticket only."""
