@@ -150,6 +150,30 @@ def test_patience_ends_without_any_event_but_the_timer():
     assert s.granted == ["a"]
 
 
+@pytest.mark.parametrize(
+    ("tasks", "strangers"), [(9, 1), (4, 1), (3, 2)], ids=["wide", "all slots", "some slots"]
+)
+def test_nobody_is_held_back_for_one_that_strangers_keep_out(tasks, strangers):
+    """Other people's work may stay for ever: places kept free for whom that keeps out would serve nobody."""
+    s = Scene(queue_timeout_s=600.0).ready(slots=4)
+    others = [f"x{index}" for index in range(strangers)]
+    s.see(*others).wait(1).see(*others).arrive("big", tasks=tasks).arrive("a")
+    for round_ in range(20):
+        s.wait(1).see(*others, f"{'a' if round_ < 10 else 'b'}.1")
+        if round_ == 10:
+            s.release("a").arrive("b")
+    assert s.granted == ["a", "b"]
+    assert s.reason("big") is (Reason.WIDE_REQUEST if tasks == 9 else Reason.NO_FREE_SLOT)
+    # the strangers leave, and from now on its turn is kept
+    s.see("b.1").arrive("c")
+    if tasks == 3:
+        assert s.granted[2:] == ["big"]
+    else:
+        assert s.granted == ["a", "b"]
+        s.release("b")
+        assert s.granted == ["a", "b", "big"]
+
+
 def test_a_client_that_leaves_the_queue_is_gone_at_once():
     s = Scene().arrive("a").arrive("b").leave("a")
     assert s.outcomes == {"a": Outcome.CANCELLED}

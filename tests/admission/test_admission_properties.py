@@ -330,7 +330,16 @@ class History:
         patient = other.wide_since is None or self.now - other.wide_since < self.limits.wide_patience_s
         since = other.shape_since
         shaped = since is not None and self.now < since + self.limits.shape_max_wait_s
-        return not (wide and patient) and not (shaped and self.limits.shape)
+        return not (wide and patient) and not (shaped and self.limits.shape) and not self.kept_out(spec)
+
+    def kept_out(self, one):
+        """Whether strangers take what a request needs, whatever becomes of ours."""
+        slots, (book,) = SLOTS[one.model], self.books(one.model).values()
+        foreign, seen = book.capacity(self.now).foreign, book.mirror(self.now) is not Mirror.STALE
+        standby = 1 if seen and self.policy[one.model] in (PhasePolicy.DRAIN, PhasePolicy.YIELD) else 0
+        if one.tasks > slots >= one.n:
+            return foreign > 0
+        return self.cost(one.id) > max(1, slots + standby - foreign)
 
     def check_turn(self, entry, rivals, counter):
         model, name = entry.spec.model, entry.spec.id
@@ -514,7 +523,7 @@ class History:
     def look(self, model, kind):
         """An honest snapshot: the oldest of those who are charged at work, the newest parked behind them.
 
-        Of the cancelled some are gone.
+        Of the cancelled some are gone; strangers may be there.
         """
         pick = self.pick
         mine = [e for e in self.state.tickets.values() if e.grant is not None and e.spec.model == model]
@@ -531,6 +540,7 @@ class History:
         if kind == "idle":
             shown = []
         shown += [(tag, member) for tag in gone[: pick.one(0, 0, 1, 5)]]
+        shown += [("x", member) for _ in range(pick.one(0, 0, 0, 0, 0, 1, 2))]
         self.show(model, shown, not pick.chance(8), phase=phase)
 
     def see(self, model):
@@ -618,24 +628,33 @@ class History:
                 assert entry.state is TicketState.CANCELLING
 
     def nobody_waits_beside_free_capacity(self):
-        """No lost wake-up: with an open gate and a ready engine the first in line does not fit."""
+        """No lost wake-up: with an open gate and a ready engine the first in line does not fit.
+
+        Nor does who is behind one for whom nobody is held back.
+        """
         for model in MODELS:
             room = self.state.rooms.get(model)
             if room is None or not room.queue or not room.books or room.admin is not AdminState.ENABLED:
                 continue
             held = plan(self.state, room, self.now)
-            turns = line(room, self.limits, self.now)
-            first = next((turn.entry for turn in turns if turn.entry.number not in held.held), None)
-            if first is None or held.closed:
+            if held.closed:
                 continue
             ledger = next(iter(room.books.values()))
-            if ledger.draining and first.spec.tasks:
-                continue
-            wide = first.spec.tasks > SLOTS[model] >= first.spec.n
             capacity = ledger.capacity(self.now)
             if not held.standby:
                 capacity = replace(capacity, standby=0)
-            assert not capacity.fits(self.cost(first.spec.id), wide)
+            for turn in line(room, self.limits, self.now):
+                first = turn.entry
+                if first.number in held.held:
+                    continue
+                if ledger.draining and first.spec.tasks:
+                    break
+                wide = first.spec.tasks > SLOTS[model] >= first.spec.n
+                assert not capacity.fits(self.cost(first.spec.id), wide)
+                since = first.wide_since
+                patient = wide and (since is None or self.now < since + self.limits.wide_patience_s)
+                if not patient and not self.kept_out(first.spec):
+                    break
 
     def shape_has_its_bound(self):
         """Nobody waits for its like longer than the configuration says."""
