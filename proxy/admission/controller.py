@@ -44,6 +44,7 @@ from proxy.admission.ports import World
 from proxy.admission.records import (
     GateMode,
     Limits,
+    LiveTickets,
     ModelAdmissionView,
     ModelLimits,
     TicketSpec,
@@ -262,8 +263,12 @@ class Admission:
         """Return one model's queue and books."""
         return views.model_view(self._state, model, self._clock())
 
+    def live(self, model: str | None = None) -> LiveTickets:
+        """Return who is there, of one model or (None) of all; costs little, however many wait."""
+        return views.live(self._state, model)
+
     def tickets(self) -> list[TicketView]:
-        """Return all live tickets."""
+        """Return all live tickets, in order: for people, who ask now and then."""
         return views.ticket_views(self._state, self._clock())
 
     def shares(self) -> dict[str, float]:

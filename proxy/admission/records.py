@@ -159,6 +159,20 @@ class TicketView:
 
 
 @dataclass(frozen=True, slots=True)
+class LiveTickets:
+    """Ids of live tickets by what they are at: waiting and running in the order of arrival, cancelling.
+
+    `tags` are the names under which engines may still work for one: of all grants in the books, those of
+    recalled tickets included.
+    """
+
+    waiting: tuple[str, ...]
+    running: tuple[str, ...]
+    cancelling: tuple[str, ...]
+    tags: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
 class BackendView:
     """One backend's books: `charged` includes `cancelling`; `free` may be below 0 under foreign load."""
 

@@ -5,7 +5,8 @@ from admission_kit import Scene, backend, spec
 
 from proxy.admission.entry import TRANSITIONS, IllegalTransitionError
 from proxy.admission.events import Arrived, Committed, Configured, Granted, Load, Poke, Recall, Requeued, Tick
-from proxy.admission.records import Limits, Mirror, ModelLimits, make_tag
+from proxy.admission.records import Limits, LiveTickets, Mirror, ModelLimits, make_tag
+from proxy.admission.views import live
 from proxy.errors import ErrorCode
 from proxy.types import AdminState, EnginePhase, MemberState, Outcome, PhasePolicy, Reason, TicketState
 
@@ -691,6 +692,18 @@ def test_several_backends_share_the_queue():
     assert s.loads == 0
     s.release("b")
     assert s.grant("d").key.backend == "x"
+
+
+def test_who_is_there_in_short():
+    """Of one model or of all; an engine may still work for whom a recall brought back."""
+    s = Scene(age_after_s=None).ready(slots=1, policy=DRAIN).arrive("a").arrive("b").wait(0.1)
+    s.see(("a.1", MemberState.GENERATE), total=1, phase=EnginePhase.GENERATE).arrive("c", priority=10)
+    s.post(Requeued("b"))
+    s.arrive("other", model="o").leave("a")
+    assert live(s.state, "m") == LiveTickets(("b", "c"), (), ("a",), frozenset({"a.1", "b.1"}))
+    assert live(s.state) == LiveTickets(("b", "c", "other"), (), ("a",), frozenset({"a.1", "b.1"}))
+    s.wait(0.1).see(total=1)
+    assert live(s.state, "m") == LiveTickets((), ("b", "c"), (), frozenset({"b.1.r1", "c.1"}))
 
 
 def test_releases_count_once():

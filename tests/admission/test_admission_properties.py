@@ -44,7 +44,7 @@ from proxy.admission.order import line
 from proxy.admission.records import Limits, Mirror, ModelLimits
 from proxy.admission.shape import plan
 from proxy.admission.state import State
-from proxy.admission.views import broken_rules, model_view, ticket_views
+from proxy.admission.views import broken_rules, live, model_view, ticket_views
 from proxy.errors import ErrorCode, ProxyError
 from proxy.types import (
     AdminState,
@@ -182,7 +182,9 @@ class History:
         self.living_or_one_outcome()
         self.nobody_waits_beside_free_capacity()
         self.shape_has_its_bound()
-        self.nobody_outlives_a_budget()
+        shown = ticket_views(self.state, self.now)
+        self.nobody_outlives_a_budget(shown)
+        self.the_short_list_is_the_long_one(shown)
         self.places_are_unique()
         self.someone_works_on_a_load()
 
@@ -663,13 +665,28 @@ class History:
                 assert self.limits.shape
                 assert self.now < entry.shape_since + self.limits.shape_max_wait_s
 
-    def nobody_outlives_a_budget(self):
+    def the_short_list_is_the_long_one(self, shown):
+        """What backends are told is what people are shown."""
+        over = (TicketState.QUEUED, TicketState.CANCELLING)
+        for model in MODELS:
+            mine = [view for view in shown if view.model == model]
+            found = live(self.state, model)
+            for ids, states in (
+                (found.waiting, {TicketState.QUEUED}),
+                (found.cancelling, {TicketState.CANCELLING}),
+                (found.running, set(TicketState).difference(over)),
+            ):
+                assert sorted(ids) == sorted(view.id for view in mine if view.state in states)
+            recalled = {tag for tag, (grant, _) in self.recalled.items() if grant.key.model == model}
+            assert found.tags == {view.tag for view in mine if view.tag} | set(filter(self.charged, recalled))
+
+    def nobody_outlives_a_budget(self, shown):
         """Who waits has waited for less than its budget in all, and time alone will end it: rule 5.
 
         What an engine showed of a ticket counts only while it is seen.
         """
         limits = self.limits
-        for view in ticket_views(self.state, self.now):
+        for view in shown:
             entry = self.state.tickets[view.id]
             ledger = self.state.ledger_of(entry)
             blind = ledger is not None and not ledger.mirror(self.now).fresh
