@@ -27,7 +27,7 @@ class Ticket:
     """One request's ticket; made by `Admission.submit`.
 
     The requester awaits `granted`, watches `ended`, and calls `release` exactly when it is done, in
-    `finally`. Cancelling an `await ticket.granted()` releases the ticket: whoever stops waiting leaves.
+    `finally`, with the outcome that only it knows: also when its wait is cancelled.
     """
 
     def __init__(self, desk: Desk, entry: Entry) -> None:
@@ -95,15 +95,11 @@ class Ticket:
     async def granted(self, timeout: float | None = None) -> Grant | None:
         """Wait for capacity; return the grant, or None when `timeout` seconds passed without one.
 
-        Raises the `ProxyError` the ticket was ended with. When the wait is cancelled the ticket is
-        released, with or without a grant that came at the same moment.
+        Raises the `ProxyError` the ticket was ended with. A cancelled wait leaves the ticket where it is,
+        perhaps with a grant that came at the same moment: the requester's `release` gives all of it back.
         """
         if not self._answer.done():
-            try:
-                await asyncio.wait({self._answer}, timeout=timeout)
-            except asyncio.CancelledError:
-                self.release(Outcome.CANCELLED)
-                raise
+            await asyncio.wait({self._answer}, timeout=timeout)
         if self.ended.done():
             raise _copy(self.ended.result())
         if self._released:

@@ -108,6 +108,9 @@ class Flight:
         except ProxyError as error:
             outcome, code = outcome_of(error.code), error.code.value
             self._close()
+            if not self._opening and not ticket.ended.done():
+                # its own budget ran out before an engine heard of it: no place is kept while its client is told
+                self._leave(ticket, outcome, code)
             if not self._reply.started:
                 raise
             await self._tell(error)
@@ -128,13 +131,7 @@ class Flight:
             self._close()
             if self._comment is not None:
                 self._comment.cancel()
-            call.outcome, call.code = outcome, code
-            call.reason = str(ticket.reason or "")
-            call.lived_s = ticket.lived_s
-            call.cohort = call.cohort if ticket.cohort is None else ticket.cohort
-            if call.usage is not None:
-                ticket.report(call.usage.prompt, call.usage.cached, call.usage.generated)
-            ticket.release(outcome, code, upstream_open=self._opening and not self._complete)
+            self._leave(ticket, outcome, code)
         return self._answer()
 
     @property
@@ -310,6 +307,19 @@ class Flight:
             self._plan.upload.let_go()
 
     # --- ends ---------------------------------------------------------------------------------------
+
+    def _leave(self, ticket: Ticket, outcome: Outcome, code: str) -> None:
+        """Write down how it ended and release its ticket; only the first call counts."""
+        call = self._call
+        if call.outcome is not None:
+            return
+        call.outcome, call.code = outcome, code
+        call.reason = str(ticket.reason or "")
+        call.lived_s = ticket.lived_s
+        call.cohort = call.cohort if ticket.cohort is None else ticket.cohort
+        if call.usage is not None:
+            ticket.report(call.usage.prompt, call.usage.cached, call.usage.generated)
+        ticket.release(outcome, code, upstream_open=self._opening and not self._complete)
 
     def _close(self) -> None:
         if self._exchange is not None:

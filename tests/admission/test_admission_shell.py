@@ -8,7 +8,7 @@ from admission_kit import backend, spec
 
 from proxy.admission import Admission, views
 from proxy.admission.controller import limits_of
-from proxy.admission.events import Granted
+from proxy.admission.events import Finished, Granted
 from proxy.errors import ErrorCode, ProxyError
 from proxy.metrics import Metrics
 from proxy.settings import Admission as AdmissionSettings
@@ -131,15 +131,29 @@ async def test_wait_with_a_timeout_then_the_grant(make):
     assert empty(admission)
 
 
+async def served(ticket, code=""):
+    """A requester: it waits, and releases its ticket whatever happens."""
+    try:
+        return await ticket.granted()
+    except asyncio.CancelledError:
+        ticket.release(Outcome.EXPIRED, code)
+        raise
+
+
 async def test_cancelled_wait_leaves_the_queue(make):
-    admission = make(slots=1)
+    """With the outcome that its requester gives it."""
+    endings = []
+    admission = make(
+        slots=1, listener=lambda e: endings.append(e.ending) if isinstance(e, Finished) else None
+    )
     running, leaving, last = (admission.submit(spec(name)) for name in "abc")
-    waiter = asyncio.create_task(leaving.granted())
+    waiter = asyncio.create_task(served(leaving, "total_timeout"))
     await spin()
     waiter.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiter
     assert [view.id for view in admission.tickets()] == ["a", "c"]
+    assert [(one.id, one.outcome, one.code) for one in endings] == [("b", Outcome.EXPIRED, "total_timeout")]
     running.release(Outcome.COMPLETED)
     assert last.state is TicketState.GRANTED
     last.release(Outcome.COMPLETED)
@@ -150,7 +164,7 @@ async def test_grant_that_meets_a_cancel_goes_to_the_next(make):
     """A grant counts only if its requester received it."""
     admission = make(slots=1)
     running, leaving, last = (admission.submit(spec(name)) for name in "abc")
-    waiter = asyncio.create_task(leaving.granted())
+    waiter = asyncio.create_task(served(leaving))
     await spin()
     running.release(Outcome.COMPLETED)
     assert leaving.state is TicketState.GRANTED
