@@ -6,7 +6,7 @@ from admission_kit import MODEL, Scene, backend
 from proxy.admission.events import Committed, Recall, Reported, Requeued, SwapWait
 from proxy.admission.records import make_tag
 from proxy.errors import ErrorCode
-from proxy.types import AdminState, EnginePhase, MemberState, PhasePolicy, Reason, TicketState
+from proxy.types import AdminState, EnginePhase, MemberState, Outcome, PhasePolicy, Reason, TicketState
 
 DRAIN = PhasePolicy.DRAIN
 GENERATE = EnginePhase.GENERATE
@@ -83,6 +83,40 @@ def test_a_cancel_before_the_engine_began_is_refunded():
     at_work = counter(s, "a")
     s.leave("a")
     assert counter(s, "a") == at_work
+
+
+@pytest.mark.parametrize("how", ["release", "leave", "down", "cancel"])
+def test_an_answer_that_was_cut_is_charged_though_nobody_waits(how):
+    """Its usage never came, and no decision charged it on the way: the key had the tokens all the same."""
+    s = Scene(fair_decode_weight=2.0).ready(slots=1).arrive("a", key="k1", prompt_bytes=40)
+    account = s.state.tickets["a"].account
+    prompt = account.counter
+    s.see("a.1", total=1).first_byte("a")
+    s.state.tickets["a"].tokens += 700
+    match how:
+        case "release":
+            s.release("a", outcome=Outcome.FAILED)
+        case "leave":
+            s.leave("a").wait(0.1).see(total=1)
+        case "down":
+            s.down()
+        case "cancel":
+            s.cancel("a").leave("a").wait(0.1).see(total=1)
+    assert s.state.tickets == {}
+    assert account.counter == prompt + 1400
+
+
+def test_a_count_of_the_engine_is_the_last_word():
+    """Tokens counted on the way to the client may differ: a decision after the report charges nothing anew."""
+    s = Scene(fair_decode_weight=2.0).ready(slots=1).arrive("a", key="k1", prompt_bytes=40)
+    account = s.state.tickets["a"].account
+    s.see("a.1", total=1).first_byte("a")
+    s.state.tickets["a"].tokens += 700
+    s.post(Reported("a", 10, 0, 650))
+    s.leave("a").arrive("b", key="k2")
+    assert account.counter == 10 + 1300
+    s.wait(0.1).see(total=1)
+    assert account.counter == 10 + 1300
 
 
 def test_what_an_engine_has_of_a_conversation_is_not_charged_again():

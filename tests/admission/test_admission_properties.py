@@ -228,10 +228,14 @@ class History:
     def post(self, event):
         cancelling = {name: at for name, at in self.cancelled.items() if name in self.state.tickets}
         back = {tag: at for tag, at in self.recalled.items() if self.charged(tag)}
+        alive = dict(self.state.tickets)
         effects = step(self.state, event, self.now)
         for name, at in cancelling.items():
             if name not in self.state.tickets:
                 self.check_evidence(self.grants[name], at, event)
+        for name, entry in alive.items():
+            if name not in self.state.tickets and entry.grant is not None:
+                assert entry.reported or entry.folded == entry.tokens, f"{name} had tokens for nothing"
         for tag, (grant, at) in back.items():
             if not self.charged(tag):
                 self.check_evidence(grant, at, event)
