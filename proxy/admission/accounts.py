@@ -7,9 +7,7 @@ tokens as they arrive, weighted, the rest when the ticket goes. What the engine 
 from proxy.admission.entry import Entry
 from proxy.admission.records import Limits
 from proxy.admission.state import Room
-from proxy.types import Outcome, TicketState
-
-_NOT_BEGUN = frozenset({TicketState.GRANTED, TicketState.NATIVE_QUEUED})
+from proxy.types import Outcome
 
 
 def estimate(room: Room, entry: Entry) -> tuple[float, float]:
@@ -65,7 +63,7 @@ def reported(
 
 def ended(entry: Entry, outcome: Outcome) -> None:
     """Give back what was charged for work that the engine never began."""
-    if outcome is not Outcome.COMPLETED and entry.state in _NOT_BEGUN and entry.refundable:
+    if outcome is not Outcome.COMPLETED and entry.parked and entry.refundable:
         refund(entry)
 
 
