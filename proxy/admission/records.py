@@ -73,7 +73,6 @@ class TicketSpec:
     weight: float = 1.0
     prompt_bytes: int = 0
     prefix: tuple[bytes, ...] = ()
-    max_tokens: int | None = None
     retry_id: str = ""
 
 

@@ -101,14 +101,14 @@ class Ticket:
         if not self._answer.done():
             await asyncio.wait({self._answer}, timeout=timeout)
         if self.ended.done():
-            raise _copy(self.ended.result())
+            raise self.ended.result().copy()
         if self._released:
             raise RuntimeError(f"ticket {self.id} was released while it was waited for")
         if not self._answer.done():
             return None
         answer = self._answer.result()
         if isinstance(answer, ProxyError):
-            raise _copy(answer)
+            raise answer.copy()
         return answer
 
     def first_byte(self) -> None:
@@ -173,14 +173,3 @@ class Ticket:
             self._answer.set_result(error)
         if not self.ended.done():
             self.ended.set_result(error)
-
-
-def _copy(error: ProxyError) -> ProxyError:
-    """Return a fresh error: one instance raised in many tasks would collect all their tracebacks."""
-    return ProxyError(
-        error.code,
-        error.message,
-        param=error.param,
-        retry_after_s=error.retry_after_s,
-        headers=dict(error.headers),
-    )

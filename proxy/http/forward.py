@@ -18,10 +18,9 @@ from proxy.headers import to_engine
 from proxy.http.accounts import BEFORE_HEAD, CLIENT_GONE, MID_BODY
 from proxy.http.budgets import Meter, Seen, Stall, Sweeper, expired
 from proxy.http.call import Call, Caller
-from proxy.http.cut import Cut, fresh
+from proxy.http.cut import Cut
 from proxy.http.endpoints import Endpoint
 from proxy.http.facts import Facts
-from proxy.http.limits import UNLIMITED
 from proxy.http.opening import head_or_recall
 from proxy.http.ports import HttpContext
 from proxy.http.pump import EventSink, Passage, PlainSink
@@ -196,7 +195,6 @@ class Flight:
             weight=caller.weight,
             prompt_bytes=facts.prompt.size,
             prefix=facts.prompt.prefix,
-            max_tokens=None if facts.max_tokens == UNLIMITED else facts.max_tokens,
             # a client's own id, and nobody else's: it carries seniority
             retry_id=f"{caller.key}/{call.id.shown}" if call.id.given else "",
         )
@@ -340,7 +338,7 @@ class Flight:
         self._ctx.metrics.upstream_errors.labels(self._call.model, kind).inc()
         await asyncio.wait({ticket.ended}, timeout=CAUSE_WAIT_S)
         if ticket.ended.done() and not ticket.ended.cancelled():
-            return fresh(ticket.ended.result())
+            return ticket.ended.result().copy()
         when = "before it answered" if died.before_head else "in the middle of its answer"
         return ProxyError(
             ErrorCode.UPSTREAM_ERROR,
