@@ -294,6 +294,21 @@ async def test_an_end_beats_a_grant_not_yet_received(make):
     assert empty(admission)
 
 
+async def test_who_watches_cannot_stop_who_waits(make):
+    """A listener that fails costs its own news: what the same step grants reaches whom it is for."""
+
+    def fails(effect):
+        if isinstance(effect, Finished):
+            raise LookupError(effect.ending.id)
+
+    admission = make(slots=1, listener=fails)
+    first, second = admission.submit(spec("a")), admission.submit(spec("b"))
+    first.release(Outcome.COMPLETED)
+    assert (await asyncio.wait_for(second.granted(), DEADLINE_S)).tag == "b.1"
+    second.release(Outcome.COMPLETED)
+    assert empty(admission)
+
+
 async def test_operator_cancels_one(make):
     admission = make(slots=1)
     ticket = admission.submit(spec("a"))
