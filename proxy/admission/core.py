@@ -342,8 +342,8 @@ def _next_wake(state: State, now: float) -> float | None:
             overs = (shape.over_at(entry, state.limits) for entry in room.queue)
             times += [over for over in overs if over is not None]
         if state.limits.age_after_s is not None:
-            young = room.queue.younger_than(now - state.limits.age_after_s)
-            times += [] if young is None else [young.senior_at + state.limits.age_after_s]
+            of_age = room.queue.next_of_age(state.limits.age_after_s, now)
+            times += [] if of_age is None else [of_age]
     # what is past of these has had its effect on the decisions of this step
     return min((at for at in times if at > now), default=None)
 
