@@ -135,6 +135,16 @@ class ProxyError(Exception):
         self.retry_after_s = retry_after_s
         self.headers = headers or {}
 
+    def copy(self) -> "ProxyError":
+        """Return an error to raise in its place: one that is raised in many tasks keeps all their frames alive."""
+        return ProxyError(
+            self.code,
+            self.message,
+            param=self.param,
+            retry_after_s=self.retry_after_s,
+            headers=dict(self.headers),
+        )
+
     @property
     def status(self) -> int:
         """HTTP status of the error table."""

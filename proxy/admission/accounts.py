@@ -1,15 +1,13 @@
 """What a ticket's key is charged, when, and what it gets back. Pure.
 
 Prompt tokens that must be read are charged at the grant by estimate and settled by the report; generated
-tokens as they arrive, weighted. What the engine never began is given back.
+tokens as they arrive, weighted, the rest when the ticket goes. What the engine never began is given back.
 """
 
 from proxy.admission.entry import Entry
 from proxy.admission.records import Limits
 from proxy.admission.state import Room
-from proxy.types import Outcome, TicketState
-
-_NOT_BEGUN = frozenset({TicketState.GRANTED, TicketState.NATIVE_QUEUED})
+from proxy.types import Outcome
 
 
 def estimate(room: Room, entry: Entry) -> tuple[float, float]:
@@ -33,7 +31,13 @@ def fold(room: Room, limits: Limits, tickets: dict[str, Entry]) -> None:
         for charge in book.charges.values():
             entry = tickets.get(charge.ticket)
             if entry is not None:
-                _decoded(entry, limits, entry.tokens)
+                decoded(entry, limits)
+
+
+def decoded(entry: Entry, limits: Limits) -> None:
+    """Charge the tokens generated since the last time; the engine's own count, once reported, is the last word."""
+    if not entry.reported:
+        _decoded(entry, limits, entry.tokens)
 
 
 def reported(
@@ -43,10 +47,7 @@ def reported(
     if entry.reported or entry.grant is None:
         return
     entry.reported = True
-    if generated is not None:
-        _decoded(entry, limits, generated)
-    else:
-        _decoded(entry, limits, entry.tokens)
+    _decoded(entry, limits, entry.tokens if generated is None else generated)
     if prompt is None:
         return
     read = max(0, prompt - (cached or 0))
@@ -62,7 +63,7 @@ def reported(
 
 def ended(entry: Entry, outcome: Outcome) -> None:
     """Give back what was charged for work that the engine never began."""
-    if outcome is not Outcome.COMPLETED and entry.state in _NOT_BEGUN and entry.refundable:
+    if outcome is not Outcome.COMPLETED and entry.parked and entry.refundable:
         refund(entry)
 
 

@@ -44,6 +44,7 @@ from proxy.admission.ports import World
 from proxy.admission.records import (
     GateMode,
     Limits,
+    LiveTickets,
     ModelAdmissionView,
     ModelLimits,
     TicketSpec,
@@ -262,8 +263,12 @@ class Admission:
         """Return one model's queue and books."""
         return views.model_view(self._state, model, self._clock())
 
+    def live(self, model: str | None = None) -> LiveTickets:
+        """Return who is there, of one model or (None) of all; costs little, however many wait."""
+        return views.live(self._state, model)
+
     def tickets(self) -> list[TicketView]:
-        """Return all live tickets."""
+        """Return all live tickets, in order: for people, who ask now and then."""
         return views.ticket_views(self._state, self._clock())
 
     def shares(self) -> dict[str, float]:
@@ -301,34 +306,42 @@ class Admission:
         self._perform(step(self._state, event, self._clock()))
 
     def _perform(self, effects: list[Effect]) -> None:
-        """Perform effects; calls into the world come last, because they may post events of their own."""
+        """Perform effects: for who waits, then for who watches, then the calls, which may post events of their own."""
         self._places.clear()
-        calls: list[Load | Poke] = []
         for effect in effects:
-            match effect:
-                case Granted(ticket, grant):
-                    self._tickets[ticket].resolve(grant)
-                case Recall(ticket):
-                    self._tickets[ticket].recall()
-                case Ended(ticket, error):
-                    if ticket in self._tickets:
-                        self._tickets[ticket].end(error)
-                case Finished(ending):
-                    self._tickets.pop(ending.id, None)
-                case ArmTimer(at):
-                    self._arm(at)
-                case Load() | Poke():
-                    calls.append(effect)
-                case _:
-                    pass
+            self._deliver(effect)
+        for effect in effects:
+            self._note(effect)
+        for effect in effects:
+            self._call(effect)
+
+    def _deliver(self, effect: Effect) -> None:
+        match effect:
+            case Granted(ticket, grant):
+                self._tickets[ticket].resolve(grant)
+            case Recall(ticket):
+                self._tickets[ticket].recall()
+            case Ended(ticket, error):
+                if ticket in self._tickets:
+                    self._tickets[ticket].end(error)
+            case Finished(ending):
+                self._tickets.pop(ending.id, None)
+            case ArmTimer(at):
+                self._arm(at)
+            case _:
+                pass
+
+    def _note(self, effect: Effect) -> None:
+        try:
             self._instruments.note(effect)
             if self._listener is not None:
                 self._listener(effect)
-        for call in calls:
-            self._call(call)
+        except Exception:
+            # nobody's wait may depend on who only looks on
+            self._log.exception("effect_not_noted", effect=type(effect).__name__)
 
-    def _call(self, call: Load | Poke) -> None:
-        match call:
+    def _call(self, effect: Effect) -> None:
+        match effect:
             case Poke(key):
                 self._world.poke(key)
             case Load(model):
@@ -340,6 +353,8 @@ class Admission:
                     self._log.exception("load_request_failed", model=model)
                     text = f"{model}: the load could not be started: {error}"
                     self.load_failed(model, ProxyError(ErrorCode.MODEL_LOAD_FAILED, text))
+            case _:
+                pass
 
     def _wake_drainers(self) -> None:
         for model, done in self._drainers:

@@ -2,7 +2,7 @@
 
 An event that cannot be (an unknown ticket's release, a dead generation's snapshot) changes nothing.
 Every step ends with the decision for each model that was touched, so that capacity and waiting
-tickets never meet without a grant.
+tickets never meet without a grant, and with no deadline in the past, so that a timer is ahead of each.
 """
 
 from collections.abc import Iterable, Iterator
@@ -61,8 +61,13 @@ def step(state: State, event: Event, now: float) -> list[Effect]:
         effects += decide(state, room, now, arrived=isinstance(event, Arrived))
     if isinstance(event, Arrived):
         effects += door.bounded(state, event.spec, now, again=due)
-    _forget_dropped(state, rooms)
     at = _next_wake(state, now)
+    while at is not None and at <= now:
+        # the step itself put a deadline into the past: limits that were lowered, a mirror that is back, a
+        # budget that runs again; each turn ends whom it found, so there are no more turns than tickets
+        effects += _overdue(state, rooms, now)
+        at = _next_wake(state, now)
+    _forget_dropped(state, rooms)
     if at != state.timer:
         state.timer = at
         effects.append(ArmTimer(at))
@@ -124,11 +129,10 @@ def _apply(state: State, event: Event, rooms: dict[str, Room], now: float) -> li
             for entry in state.tickets.values():
                 entry.due_known = False
             for room in state.rooms.values():
-                rooms[room.model] = room
                 for ledger in room.books.values():
                     ledger.stale_after_s = limits.stale_after_s
                     ledger.native_standby = limits.native_standby
-            return []
+            return _mirrors_aged(state, rooms, now)
         case Tick():
             rooms.update(state.rooms)
             return []
@@ -301,21 +305,35 @@ def _shut_down(
 
 
 def _time_passed(state: State, rooms: dict[str, Room], now: float) -> list[Effect]:
+    effects = _mirrors_aged(state, rooms, now)
+    return effects + _all(ended for _, ended in life.expire(state, now))
+
+
+def _mirrors_aged(state: State, rooms: dict[str, Room], now: float) -> list[Effect]:
+    """Draw the consequences of what engines have not shown for too long, and touch every model."""
+    rooms.update(state.rooms)
+    books = [ledger for room in state.rooms.values() for ledger in room.books.values()]
+    return _all(_freed(state, ledger.settle(now), now) for ledger in books)
+
+
+def _overdue(state: State, rooms: dict[str, Room], now: float) -> list[Effect]:
+    """End whose time is over and decide anew for those who are left."""
     effects: list[Effect] = []
-    for room in state.rooms.values():
-        rooms[room.model] = room
-        for ledger in room.books.values():
-            effects += _freed(state, ledger.settle(now), now)
+    late: dict[str, Room] = {}
     for room, ended in life.expire(state, now):
-        rooms[room.model] = room
+        late[room.model] = room
         effects += ended
-    return effects
+    rooms.update(late)
+    return effects + _all(decide(state, room, now) for room in late.values())
 
 
 def _next_wake(state: State, now: float) -> float | None:
-    """Return the earliest time at which time alone changes an answer."""
+    """Return the earliest time at which time alone changes an answer; not after `now` if a deadline is past."""
     dues = (life.deadline(state, entry, now) for entry in state.tickets.values())
-    times = [due for due in dues if due is not None]
+    first = min((due for due in dues if due is not None), default=None)
+    if first is not None and first <= now:
+        return first
+    times = [] if first is None else [first]
     for room in state.rooms.values():
         times += [book.mirror_changes_at() for book in room.books.values() if room.queue or book.charges]
         patience = state.limits.wide_patience_s
@@ -324,9 +342,9 @@ def _next_wake(state: State, now: float) -> float | None:
             overs = (shape.over_at(entry, state.limits) for entry in room.queue)
             times += [over for over in overs if over is not None]
         if state.limits.age_after_s is not None:
-            young = room.queue.younger_than(now - state.limits.age_after_s)
-            times += [] if young is None else [young.senior_at + state.limits.age_after_s]
-    # deadlines that are due were expired in this step; what else is past has had its effect
+            of_age = room.queue.next_of_age(state.limits.age_after_s, now)
+            times += [] if of_age is None else [of_age]
+    # what is past of these has had its effect on the decisions of this step
     return min((at for at in times if at > now), default=None)
 
 

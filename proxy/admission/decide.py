@@ -74,7 +74,8 @@ def _offer(state: State, room: Room, now: float) -> list[Effect]:
 
     A wide ticket that reaches the head lets narrower ones by until its patience is over; then every
     slot that becomes free is kept for it, also when a wide ticket of a higher class came before it. Who
-    is held back for the shape of a cohort lets others by, too.
+    is held back for the shape of a cohort lets others by, too, and who is kept out by others' work on
+    the engines.
     """
     shaped = shape.plan(state, room, now)
     effects: list[Effect] = []
@@ -94,15 +95,16 @@ def _offer(state: State, room: Room, now: float) -> list[Effect]:
             if found.cost > 0:
                 room.turns = 0 if turn.aged else room.turns + 1
             continue
-        reason = _no_room(room, now)
+        reason, patient = _no_room(room, now), False
         if place.wide_everywhere(room, entry.spec):
             reason = Reason.WIDE_REQUEST
             if not passed and entry.wide_since is None:
                 entry.wide_since = now
-            if entry.wide_since is None or now < entry.wide_since + state.limits.wide_patience_s:
-                passed.add(entry.number)
-                effects += _held(entry, reason, now)
-                continue
+            patient = entry.wide_since is None or now < entry.wide_since + state.limits.wide_patience_s
+        if patient or place.kept_out(room, entry.spec, now):
+            passed.add(entry.number)
+            effects += _held(entry, reason, now)
+            continue
         effects += _bulk(room, entry, reason, passed, granted, now)
         break
     return effects + place.announce(state, room, granted, now)

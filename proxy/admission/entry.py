@@ -113,6 +113,11 @@ class Entry:
         return self.state is TicketState.QUEUED
 
     @property
+    def parked(self) -> bool:
+        """Whether it holds a grant on which its engine did not begin, as far as is known."""
+        return self.state in {TicketState.GRANTED, TicketState.NATIVE_QUEUED}
+
+    @property
     def budget(self) -> Budget | None:
         """The clock that runs now: queueing counts in the proxy, in the engine and at the barrier."""
         if self.reason is not None:

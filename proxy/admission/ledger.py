@@ -134,21 +134,23 @@ class Ledger:
 
     def capacity(self, now: float) -> Capacity:
         """Return what may be granted at `now`: the one place of the capacity formula."""
-        mirror = self.mirror(now)
-        slots = self.info.slots
-        live = self._sum(cancelling=False)
-        foreign = self._foreign() if mirror is Mirror.NATIVE else 0
-        free = slots - self._sum(cancelling=None) - foreign
-        if mirror is Mirror.STALE and live == 0:
-            free = slots
+        most = self.reach(now)
+        stale = most.mirror is Mirror.STALE
+        charged, live = self._sum(cancelling=None), self._sum(cancelling=False)
+        free = most.free if stale and live == 0 else most.free - charged
         crowded = any(charge.wide for charge in self.charges.values())
-        standby = (
-            1 if self.native_standby and self.phased and mirror is not Mirror.STALE and not crowded else 0
-        )
-        idle = live == 0 and (mirror is Mirror.STALE or self._sum(cancelling=None) == 0)
+        standby = 0 if crowded else most.standby
+        idle = live == 0 and (stale or charged == 0)
         if self.draining:
             free, standby, idle = min(free, 0), 0, False
-        return Capacity(free, standby, foreign, mirror, idle)
+        return Capacity(free, standby, most.foreign, most.mirror, idle)
+
+    def reach(self, now: float) -> Capacity:
+        """Return what could be granted at `now` if all of ours had ended: only others' work is in the way."""
+        mirror = self.mirror(now)
+        foreign = self._foreign() if mirror is Mirror.NATIVE else 0
+        standby = 1 if self.native_standby and self.phased and mirror is not Mirror.STALE else 0
+        return Capacity(self.info.slots - foreign, standby, foreign, mirror, idle=True)
 
     def cohort(self, now: float) -> Cohort:
         """Return what a newcomer would meet: the newest snapshot, corrected by endings and grants since."""

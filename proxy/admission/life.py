@@ -83,7 +83,7 @@ def settle(entry: Entry, outcome: Outcome, code: str, now: float) -> list[Effect
 
 
 def remove(state: State, entry: Entry, now: float) -> list[Effect]:
-    """Take a ticket out of everything: its place in the queue and the list of the living."""
+    """Take a ticket out of everything: its place in the queue, the list of the living, its key's account."""
     room = state.room(entry.spec.model)
     shares = room.shares.of(entry.account)
     if entry.waiting:
@@ -91,6 +91,7 @@ def remove(state: State, entry: Entry, now: float) -> list[Effect]:
         shares.go(entry.account)
     effects = move(entry, TicketState.DONE, None, now)
     del state.tickets[entry.spec.id]
+    accounts.decoded(entry, state.limits)
     shares.leave(entry.account)
     return effects
 

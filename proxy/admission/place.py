@@ -68,6 +68,22 @@ def wide_everywhere(room: Room, spec: TicketSpec) -> bool:
     return bool(takers) and all(cost.is_wide(spec.tasks, spec.n, ledger.info.slots) for ledger in takers)
 
 
+def kept_out(room: Room, spec: TicketSpec, now: float) -> bool:
+    """Whether others' work on the engines leaves too little for a request, whatever becomes of ours.
+
+    Nobody knows when that ends: places kept free for it would serve nobody. Never so for a request of one task:
+    nothing is narrower.
+    """
+    takers = room.takers if spec.tasks > 1 else ()
+    return bool(takers) and not any(
+        ledger.reach(now).fits(
+            cost.charge(spec.tasks, spec.n, ledger.info.slots),
+            cost.is_wide(spec.tasks, spec.n, ledger.info.slots),
+        )
+        for ledger in takers
+    )
+
+
 def grant(room: Room, placed: Placed, now: float) -> list[Effect]:
     """Enter a grant into the books and charge its key; the requester is told by `announce`."""
     entry, ledger = placed.entry, placed.ledger

@@ -15,9 +15,7 @@ from proxy.admission.ledger import Charge, Ledger, Stage
 from proxy.admission.order import aged, projected
 from proxy.admission.records import Limits
 from proxy.admission.state import Room, State
-from proxy.types import BackendKey, TicketState
-
-_NOT_BEGUN = frozenset({TicketState.GRANTED, TicketState.NATIVE_QUEUED})
+from proxy.types import BackendKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +60,7 @@ def _parked(state: State, ledger: Ledger, now: float) -> Iterator[_Parked]:
             and charge.released_at is None
             and charge.cost > 0
             and not charge.wide
-            and entry.state in _NOT_BEGUN
+            and entry.parked
             and entry.granted_at is not None
             and entry.granted_at < ledger.snapshot.asked_at
             and entry.recalls == 0

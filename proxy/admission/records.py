@@ -73,7 +73,6 @@ class TicketSpec:
     weight: float = 1.0
     prompt_bytes: int = 0
     prefix: tuple[bytes, ...] = ()
-    max_tokens: int | None = None
     retry_id: str = ""
 
 
@@ -156,6 +155,20 @@ class TicketView:
     recalls: int = 0
     estimate_tokens: int = 0
     left_s: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class LiveTickets:
+    """Ids of live tickets by what they are at: waiting and running in the order of arrival, cancelling.
+
+    `tags` are the names under which engines may still work for one: of all grants in the books, those of
+    recalled tickets included.
+    """
+
+    waiting: tuple[str, ...]
+    running: tuple[str, ...]
+    cancelling: tuple[str, ...]
+    tags: frozenset[str]
 
 
 @dataclass(frozen=True, slots=True)

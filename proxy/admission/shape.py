@@ -63,10 +63,11 @@ def plan(state: State, room: Room, now: float) -> Plan:
     last = max((place for place, entry in enumerate(order) if entry not in rest), default=-1)
     for place, entry in enumerate(order):
         # left out for its length is who sees others pass, or stays behind although there is room
-        if entry in rest and not _forced(entry, limits, now) and (place < last or chosen < free):
+        if entry in rest and (place < last or chosen < free):
             if entry.shape_since is None:
                 entry.shape_since = now
-            made.held[entry.number] = Reason.COHORT_SHAPE
+            if not _forced(entry, limits, now):
+                made.held[entry.number] = Reason.COHORT_SHAPE
     return made
 
 

@@ -27,7 +27,7 @@ class Ticket:
     """One request's ticket; made by `Admission.submit`.
 
     The requester awaits `granted`, watches `ended`, and calls `release` exactly when it is done, in
-    `finally`. Cancelling an `await ticket.granted()` releases the ticket: whoever stops waiting leaves.
+    `finally`, with the outcome that only it knows: also when its wait is cancelled.
     """
 
     def __init__(self, desk: Desk, entry: Entry) -> None:
@@ -95,24 +95,20 @@ class Ticket:
     async def granted(self, timeout: float | None = None) -> Grant | None:
         """Wait for capacity; return the grant, or None when `timeout` seconds passed without one.
 
-        Raises the `ProxyError` the ticket was ended with. When the wait is cancelled the ticket is
-        released, with or without a grant that came at the same moment.
+        Raises the `ProxyError` the ticket was ended with. A cancelled wait leaves the ticket where it is,
+        perhaps with a grant that came at the same moment: the requester's `release` gives all of it back.
         """
         if not self._answer.done():
-            try:
-                await asyncio.wait({self._answer}, timeout=timeout)
-            except asyncio.CancelledError:
-                self.release(Outcome.CANCELLED)
-                raise
+            await asyncio.wait({self._answer}, timeout=timeout)
         if self.ended.done():
-            raise _copy(self.ended.result())
+            raise self.ended.result().copy()
         if self._released:
             raise RuntimeError(f"ticket {self.id} was released while it was waited for")
         if not self._answer.done():
             return None
         answer = self._answer.result()
         if isinstance(answer, ProxyError):
-            raise _copy(answer)
+            raise answer.copy()
         return answer
 
     def first_byte(self) -> None:
@@ -177,14 +173,3 @@ class Ticket:
             self._answer.set_result(error)
         if not self.ended.done():
             self.ended.set_result(error)
-
-
-def _copy(error: ProxyError) -> ProxyError:
-    """Return a fresh error: one instance raised in many tasks would collect all their tracebacks."""
-    return ProxyError(
-        error.code,
-        error.message,
-        param=error.param,
-        retry_after_s=error.retry_after_s,
-        headers=dict(error.headers),
-    )

@@ -7,7 +7,7 @@ from proxy.admission import life
 from proxy.admission.entry import Budget, Entry
 from proxy.admission.life import deadline, held_s
 from proxy.admission.order import projected
-from proxy.admission.records import ModelAdmissionView, TicketView
+from proxy.admission.records import LiveTickets, ModelAdmissionView, TicketView
 from proxy.admission.state import Room, State
 from proxy.types import TicketState
 
@@ -66,6 +66,25 @@ def ticket_views(state: State, now: float) -> list[TicketView]:
         key=lambda entry: (entry.spec.model, found.get(entry.spec.id, 0), entry.number),
     )
     return [ticket_view(state, entry, found.get(entry.spec.id, 0), now) for entry in ordered]
+
+
+def live(state: State, model: str | None = None) -> LiveTickets:
+    """Return who is there, of a model or (None) of all: no order of the line, no records, so ask it often."""
+    waiting: list[str] = []
+    running: list[str] = []
+    cancelling: list[str] = []
+    place = {TicketState.QUEUED: waiting, TicketState.CANCELLING: cancelling}
+    for name, entry in state.tickets.items():
+        if model is None or entry.spec.model == model:
+            place.get(entry.state, running).append(name)
+    tags = (
+        tag
+        for room in state.rooms.values()
+        if model is None or room.model == model
+        for ledger in room.books.values()
+        for tag in ledger.charges
+    )
+    return LiveTickets(tuple(waiting), tuple(running), tuple(cancelling), frozenset(tags))
 
 
 def model_view(state: State, model: str, now: float) -> ModelAdmissionView:

@@ -35,10 +35,10 @@ class Queue:
             if not keys:
                 del self.lines[entry.spec.priority]
 
-    def younger_than(self, at: float) -> Entry | None:
-        """Return the most senior ticket whose age counts from later than `at`."""
-        index = bisect_right(self.entries, at, key=lambda entry: entry.senior_at)
-        return self.entries[index] if index < len(self.entries) else None
+    def next_of_age(self, age_s: float, now: float) -> float | None:
+        """Return when the most senior ticket that is younger than `age_s` will be as old; None when there is none."""
+        index = bisect_right(self.entries, now, key=lambda entry: entry.senior_at + age_s)
+        return self.entries[index].senior_at + age_s if index < len(self.entries) else None
 
     def __iter__(self) -> Iterator[Entry]:
         """By arrival."""

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from proxy.admission import Admission
 from proxy.backends import Gate, LiveRequests
 from proxy.errors import ProxyError
-from proxy.types import BackendKey, TicketState
+from proxy.types import BackendKey
 
 
 class Books:
@@ -16,17 +16,8 @@ class Books:
 
     def live(self, model: str) -> LiveRequests:
         """Return the model's tickets; one that is being ended counts only by the tag an engine may still work for."""
-        tickets = [ticket for ticket in self._admission().tickets() if ticket.model == model]
-        over = {TicketState.CANCELLING, TicketState.DONE}
-        return LiveRequests(
-            waiting=tuple(ticket.id for ticket in tickets if ticket.state is TicketState.QUEUED),
-            running=tuple(
-                ticket.id
-                for ticket in tickets
-                if ticket.state is not TicketState.QUEUED and ticket.state not in over
-            ),
-            tags=frozenset(ticket.tag for ticket in tickets if ticket.tag),
-        )
+        live = self._admission().live(model)
+        return LiveRequests(live.waiting, live.running, live.tags)
 
     def granted(self, key: BackendKey) -> int:
         """Return how many tickets hold a grant there, cancelled ones included."""

@@ -32,7 +32,6 @@ from proxy.types import (
     ModelState,
     PhasePolicy,
     Snapshot,
-    TicketState,
 )
 
 _log = logs.get("app")
@@ -113,13 +112,13 @@ class Proxy:
     @property
     def live(self) -> int:
         """Number of requests that hold or want something."""
-        return len(self.admission.tickets())
+        found = self.admission.live()
+        return len(found.waiting) + len(found.running) + len(found.cancelling)
 
     @property
     def running(self) -> int:
         """Number of requests an engine works for."""
-        idle = {TicketState.QUEUED, TicketState.CANCELLING, TicketState.DONE}
-        return sum(1 for ticket in self.admission.tickets() if ticket.state not in idle)
+        return len(self.admission.live().running)
 
 
 class _World:

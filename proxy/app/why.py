@@ -91,11 +91,10 @@ def _words(
                 return (
                     "its engines are about to go (the name has other addresses now), and no other serves yet"
                 )
-            taken = f"all {view.slots} slots are taken"
-            leaving = f", {view.cancelling} by requests that are being ended" if view.cancelling else ""
-            foreign = sum(backend.foreign for backend in view.backends)
-            others = f", {foreign} by somebody else" if foreign else ""
-            return f"{taken}{leaving}{others}; {_engine(snapshot, holder)}"
+            if head.tasks > 1 and view.free > 0:
+                return f"{_too_few(head, view)}; {_engine(snapshot, holder)}"
+            takers = "".join(f", {taker}" for taker in _takers(view))
+            return f"all {view.slots} slots are taken{takers}; {_engine(snapshot, holder)}"
         case Reason.COHORT_SEALED:
             return f"it waits for the next cohort; {_engine(snapshot, holder)}"
         case Reason.COHORT_SHAPE:
@@ -103,9 +102,24 @@ def _words(
         case Reason.FAIRNESS:
             return "it is another key's turn: its own has had more"
         case Reason.WIDE_REQUEST:
-            return f"it needs {head.cost} slots at once and {view.free} are free; {_engine(snapshot, holder)}"
+            return f"{_too_few(head, view)}; {_engine(snapshot, holder)}"
         case _:
             assert_never(reason)
+
+
+def _too_few(head: TicketView, view: ModelAdmissionView) -> str:
+    """Say how many slots of one engine a request needs: what waits holds none yet, so its cost does not tell."""
+    needs = min(head.tasks, max((backend.slots for backend in view.backends), default=head.tasks))
+    takers = ", ".join(_takers(view))
+    taken = f" (taken: {takers})" if takers else ""
+    return f"it needs {needs} slots at once and {view.free} of {view.slots} are free{taken}"
+
+
+def _takers(view: ModelAdmissionView) -> list[str]:
+    """Say how many slots are taken by what is no running request of ours."""
+    foreign = sum(backend.foreign for backend in view.backends)
+    found = [(view.cancelling, "by requests that are being ended"), (foreign, "by somebody else")]
+    return [f"{count} {who}" for count, who in found if count]
 
 
 def _not_ready(status: ModelStatus, now: float) -> str:

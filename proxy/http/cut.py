@@ -31,7 +31,7 @@ class Cut:
     def on_ended(self, ended: asyncio.Future[ProxyError]) -> None:
         """Take the error of a ticket that was ended from elsewhere (a done callback)."""
         if not ended.cancelled():
-            self.fire(fresh(ended.result()))
+            self.fire(ended.result().copy())
 
     async def __aenter__(self) -> Self:
         if self._error is not None:
@@ -54,14 +54,3 @@ class Cut:
             return
         # whatever the block made of it (the torn socket often fails first), the cause is ours
         raise self._error from error
-
-
-def fresh(error: ProxyError) -> ProxyError:
-    """Return a copy to raise: one instance raised in many tasks would keep all their frames alive."""
-    return ProxyError(
-        error.code,
-        error.message,
-        param=error.param,
-        retry_after_s=error.retry_after_s,
-        headers=dict(error.headers),
-    )

@@ -18,10 +18,9 @@ from proxy.headers import to_engine
 from proxy.http.accounts import BEFORE_HEAD, CLIENT_GONE, MID_BODY
 from proxy.http.budgets import Meter, Seen, Stall, Sweeper, expired
 from proxy.http.call import Call, Caller
-from proxy.http.cut import Cut, fresh
+from proxy.http.cut import Cut
 from proxy.http.endpoints import Endpoint
 from proxy.http.facts import Facts
-from proxy.http.limits import UNLIMITED
 from proxy.http.opening import head_or_recall
 from proxy.http.ports import HttpContext
 from proxy.http.pump import EventSink, Passage, PlainSink
@@ -108,6 +107,9 @@ class Flight:
         except ProxyError as error:
             outcome, code = outcome_of(error.code), error.code.value
             self._close()
+            if not self._opening and not ticket.ended.done():
+                # its own budget ran out before an engine heard of it: no place is kept while its client is told
+                self._leave(ticket, outcome, code)
             if not self._reply.started:
                 raise
             await self._tell(error)
@@ -128,13 +130,7 @@ class Flight:
             self._close()
             if self._comment is not None:
                 self._comment.cancel()
-            call.outcome, call.code = outcome, code
-            call.reason = str(ticket.reason or "")
-            call.lived_s = ticket.lived_s
-            call.cohort = call.cohort if ticket.cohort is None else ticket.cohort
-            if call.usage is not None:
-                ticket.report(call.usage.prompt, call.usage.cached, call.usage.generated)
-            ticket.release(outcome, code, upstream_open=self._opening and not self._complete)
+            self._leave(ticket, outcome, code)
         return self._answer()
 
     @property
@@ -199,7 +195,6 @@ class Flight:
             weight=caller.weight,
             prompt_bytes=facts.prompt.size,
             prefix=facts.prompt.prefix,
-            max_tokens=None if facts.max_tokens == UNLIMITED else facts.max_tokens,
             # a client's own id, and nobody else's: it carries seniority
             retry_id=f"{caller.key}/{call.id.shown}" if call.id.given else "",
         )
@@ -311,6 +306,19 @@ class Flight:
 
     # --- ends ---------------------------------------------------------------------------------------
 
+    def _leave(self, ticket: Ticket, outcome: Outcome, code: str) -> None:
+        """Write down how it ended and release its ticket; only the first call counts."""
+        call = self._call
+        if call.outcome is not None:
+            return
+        call.outcome, call.code = outcome, code
+        call.reason = str(ticket.reason or "")
+        call.lived_s = ticket.lived_s
+        call.cohort = call.cohort if ticket.cohort is None else ticket.cohort
+        if call.usage is not None:
+            ticket.report(call.usage.prompt, call.usage.cached, call.usage.generated)
+        ticket.release(outcome, code, upstream_open=self._opening and not self._complete)
+
     def _close(self) -> None:
         if self._exchange is not None:
             self._exchange.close()
@@ -330,7 +338,7 @@ class Flight:
         self._ctx.metrics.upstream_errors.labels(self._call.model, kind).inc()
         await asyncio.wait({ticket.ended}, timeout=CAUSE_WAIT_S)
         if ticket.ended.done() and not ticket.ended.cancelled():
-            return fresh(ticket.ended.result())
+            return ticket.ended.result().copy()
         when = "before it answered" if died.before_head else "in the middle of its answer"
         return ProxyError(
             ErrorCode.UPSTREAM_ERROR,

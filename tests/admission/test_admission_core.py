@@ -4,8 +4,9 @@ import pytest
 from admission_kit import Scene, backend, spec
 
 from proxy.admission.entry import TRANSITIONS, IllegalTransitionError
-from proxy.admission.events import Arrived, Committed, Configured, Granted, Load, Poke, Tick
-from proxy.admission.records import Limits, Mirror, ModelLimits, make_tag
+from proxy.admission.events import Arrived, Committed, Configured, Granted, Load, Poke, Recall, Requeued, Tick
+from proxy.admission.records import Limits, LiveTickets, Mirror, ModelLimits, make_tag
+from proxy.admission.views import live
 from proxy.errors import ErrorCode
 from proxy.types import AdminState, EnginePhase, MemberState, Outcome, PhasePolicy, Reason, TicketState
 
@@ -148,6 +149,30 @@ def test_patience_ends_without_any_event_but_the_timer():
     s.wait(6)
     s.arrive("b")
     assert s.granted == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("tasks", "strangers"), [(9, 1), (4, 1), (3, 2)], ids=["wide", "all slots", "some slots"]
+)
+def test_nobody_is_held_back_for_one_that_strangers_keep_out(tasks, strangers):
+    """Other people's work may stay for ever: places kept free for whom that keeps out would serve nobody."""
+    s = Scene(queue_timeout_s=600.0).ready(slots=4)
+    others = [f"x{index}" for index in range(strangers)]
+    s.see(*others).wait(1).see(*others).arrive("big", tasks=tasks).arrive("a")
+    for round_ in range(20):
+        s.wait(1).see(*others, f"{'a' if round_ < 10 else 'b'}.1")
+        if round_ == 10:
+            s.release("a").arrive("b")
+    assert s.granted == ["a", "b"]
+    assert s.reason("big") is (Reason.WIDE_REQUEST if tasks == 9 else Reason.NO_FREE_SLOT)
+    # the strangers leave, and from now on its turn is kept
+    s.see("b.1").arrive("c")
+    if tasks == 3:
+        assert s.granted[2:] == ["big"]
+    else:
+        assert s.granted == ["a", "b"]
+        s.release("b")
+        assert s.granted == ["a", "b", "big"]
 
 
 def test_a_client_that_leaves_the_queue_is_gone_at_once():
@@ -411,6 +436,69 @@ def test_new_limits_apply_to_those_who_wait():
     assert s.ended == {"b": ErrorCode.QUEUE_TIMEOUT}
 
 
+@pytest.mark.parametrize("budget", ["queue", "load", "gate"])
+def test_limits_below_what_was_waited_end_the_wait_at_once(budget):
+    """A reload may make a deadline one that is past: no timer could ever reach it."""
+    off = {"queue_timeout_s": None, "gate_hold_max_s": None, "models": {"m": ModelLimits()}}
+    s = Scene(**off)
+    if budget == "gate":
+        s.gate()
+    if budget == "queue":
+        s.ready(slots=1).arrive("holds")
+    s.arrive("a").wait(50)
+    given, code = {
+        "queue": ({"queue_timeout_s": 40.0}, ErrorCode.QUEUE_TIMEOUT),
+        "load": ({"models": {"m": ModelLimits(load_timeout_s=40.0)}}, ErrorCode.LOAD_TIMEOUT),
+        "gate": ({"gate_hold_max_s": 40.0}, ErrorCode.GATE_HOLD_TIMEOUT),
+    }[budget]
+    s.post(Configured(Limits(**{**off, **given})))
+    assert s.ended == {"a": code}
+    assert "(40 s)" in s.error("a").message
+
+
+def test_a_budget_that_a_reload_overdrew_ends_a_wait_when_it_runs_again():
+    """The limit fell while another clock ran; once its own runs again there is nothing left of it."""
+    s = Scene(queue_timeout_s=60.0).ready(slots=1).arrive("holds").arrive("a").wait(50).gate()
+    s.post(Configured(Limits(queue_timeout_s=40.0)))
+    assert s.ended == {}
+    s.gate(AdminState.ENABLED)
+    assert s.ended == {"a": ErrorCode.QUEUE_TIMEOUT}
+
+
+def test_a_deadline_that_passed_in_the_dark_counts_once_the_mirror_is_back():
+    """Nobody saw what became of it; if it still only waits, its time is over, and no timer is ahead of it."""
+    s = Scene(queue_timeout_s=10.0).ready(slots=1, policy=DRAIN).arrive("a").arrive("b").arrive("c")
+    waits = (("a.1", MemberState.GENERATE), ("b.1", MemberState.QUEUED))
+    s.release("c").see(*waits, total=2).wait(1).see(*waits, total=2)
+    assert s.ticket_state("b") is TicketState.NATIVE_QUEUED
+    s.wait(20)
+    assert s.ended == {}
+    s.see(*waits, total=2)
+    assert s.ended == {"b": ErrorCode.QUEUE_TIMEOUT}
+    assert s.ticket_state("b") is TicketState.CANCELLING
+
+
+def test_who_is_recalled_after_its_deadline_in_the_dark_does_not_wait_again():
+    s = Scene(queue_timeout_s=10.0, age_after_s=None).ready(slots=2, policy=DRAIN).arrive("a").arrive("b")
+    shown = (("a.1", MemberState.GENERATE), ("b.1", MemberState.GENERATE), ("c.1", MemberState.QUEUED))
+    s.arrive("c").wait(1).see(*shown, total=3, phase=EnginePhase.GENERATE)
+    s.arrive("d", priority=10)
+    assert [effect.ticket for effect in s.of(Recall)] == ["c"]
+    s.wait(12)
+    s.post(Requeued("c"))
+    assert s.ended["c"] is ErrorCode.QUEUE_TIMEOUT
+    assert s.state.tickets.get("c") is None
+
+
+def test_a_reload_that_ends_the_patience_with_a_mirror_frees_what_it_held():
+    """An engine that never shows its slots: what can never be confirmed is dropped as soon as that is clear."""
+    s = Scene(stale_after_s=60.0, queue_timeout_s=None).ready(slots=1).arrive("a").leave("a").arrive("b")
+    s.wait(10)
+    assert s.reason("b") is Reason.NO_FREE_SLOT
+    s.post(Configured(Limits(stale_after_s=3.0, queue_timeout_s=None)))
+    assert s.granted == ["a", "b"]
+
+
 def test_load_budget():
     s = Scene(models={"m": ModelLimits(load_timeout_s=20.0)}).arrive("a").wait(20)
     assert s.ended == {"a": ErrorCode.LOAD_TIMEOUT}
@@ -604,6 +692,18 @@ def test_several_backends_share_the_queue():
     assert s.loads == 0
     s.release("b")
     assert s.grant("d").key.backend == "x"
+
+
+def test_who_is_there_in_short():
+    """Of one model or of all; an engine may still work for whom a recall brought back."""
+    s = Scene(age_after_s=None).ready(slots=1, policy=DRAIN).arrive("a").arrive("b").wait(0.1)
+    s.see(("a.1", MemberState.GENERATE), total=1, phase=EnginePhase.GENERATE).arrive("c", priority=10)
+    s.post(Requeued("b"))
+    s.arrive("other", model="o").leave("a")
+    assert live(s.state, "m") == LiveTickets(("b", "c"), (), ("a",), frozenset({"a.1", "b.1"}))
+    assert live(s.state) == LiveTickets(("b", "c", "other"), (), ("a",), frozenset({"a.1", "b.1"}))
+    s.wait(0.1).see(total=1)
+    assert live(s.state, "m") == LiveTickets((), ("b", "c"), (), frozenset({"b.1.r1", "c.1"}))
 
 
 def test_releases_count_once():

@@ -6,7 +6,7 @@ from admission_kit import MODEL, Scene, backend
 from proxy.admission.events import Committed, Recall, Reported, Requeued, SwapWait
 from proxy.admission.records import make_tag
 from proxy.errors import ErrorCode
-from proxy.types import AdminState, EnginePhase, MemberState, PhasePolicy, Reason, TicketState
+from proxy.types import AdminState, EnginePhase, MemberState, Outcome, PhasePolicy, Reason, TicketState
 
 DRAIN = PhasePolicy.DRAIN
 GENERATE = EnginePhase.GENERATE
@@ -83,6 +83,40 @@ def test_a_cancel_before_the_engine_began_is_refunded():
     at_work = counter(s, "a")
     s.leave("a")
     assert counter(s, "a") == at_work
+
+
+@pytest.mark.parametrize("how", ["release", "leave", "down", "cancel"])
+def test_an_answer_that_was_cut_is_charged_though_nobody_waits(how):
+    """Its usage never came, and no decision charged it on the way: the key had the tokens all the same."""
+    s = Scene(fair_decode_weight=2.0).ready(slots=1).arrive("a", key="k1", prompt_bytes=40)
+    account = s.state.tickets["a"].account
+    prompt = account.counter
+    s.see("a.1", total=1).first_byte("a")
+    s.state.tickets["a"].tokens += 700
+    match how:
+        case "release":
+            s.release("a", outcome=Outcome.FAILED)
+        case "leave":
+            s.leave("a").wait(0.1).see(total=1)
+        case "down":
+            s.down()
+        case "cancel":
+            s.cancel("a").leave("a").wait(0.1).see(total=1)
+    assert s.state.tickets == {}
+    assert account.counter == prompt + 1400
+
+
+def test_a_count_of_the_engine_is_the_last_word():
+    """Tokens counted on the way to the client may differ: a decision after the report charges nothing anew."""
+    s = Scene(fair_decode_weight=2.0).ready(slots=1).arrive("a", key="k1", prompt_bytes=40)
+    account = s.state.tickets["a"].account
+    s.see("a.1", total=1).first_byte("a")
+    s.state.tickets["a"].tokens += 700
+    s.post(Reported("a", 10, 0, 650))
+    s.leave("a").arrive("b", key="k2")
+    assert account.counter == 10 + 1300
+    s.wait(0.1).see(total=1)
+    assert account.counter == 10 + 1300
 
 
 def test_what_an_engine_has_of_a_conversation_is_not_charged_again():
@@ -263,6 +297,19 @@ def test_shape_has_a_bound():
     s.wait(0.2)
     assert s.granted == ["run", "long"]
     assert s.held("long")[Reason.COHORT_SHAPE] == pytest.approx(10.0)
+
+
+def test_a_bound_of_nothing_holds_nobody_back():
+    """`cohort_shape_max_wait_s: 0`: whose wait is over before it begins must not need another event to go."""
+    s = (
+        Scene(shape=True, shape_max_wait_s=0.0)
+        .ready(slots=4, policy=DRAIN)
+        .see(phase=EnginePhase.IDLE, cohort=0)
+    )
+    pace = s.state.rooms[MODEL].books["b"].pace
+    pace.reading_s, pace.read_tokens, pace.generation_s = 1.0, 1000.0, 1.0
+    s.arrive("run", prompt_bytes=SMALL).arrive("long", prompt_bytes=40_000)
+    assert s.granted == ["run", "long"]
 
 
 def test_where_reading_is_cheap_nothing_is_left_out():

@@ -44,7 +44,7 @@ from proxy.admission.order import line
 from proxy.admission.records import Limits, Mirror, ModelLimits
 from proxy.admission.shape import plan
 from proxy.admission.state import State
-from proxy.admission.views import broken_rules, model_view, ticket_views
+from proxy.admission.views import broken_rules, live, model_view, ticket_views
 from proxy.errors import ErrorCode, ProxyError
 from proxy.types import (
     AdminState,
@@ -61,24 +61,41 @@ from proxy.types import (
 
 MODELS = ("m", "o")
 SLOTS = {"m": 4, "o": 2}
-PATIENCE = 5.0
-AGED_S = 15.0
 AGE_EVERY = 3
-SHAPE_WAIT_S = 6.0
 WEIGHTS = {"k1": 1.0, "k2": 2.0, "k3": 1.0}
 LIMITS = Limits(
     max_queue=8,
     max_queued_bytes=500,
     queue_timeout_s=40.0,
     gate_hold_max_s=30.0,
-    wide_patience_s=PATIENCE,
+    wide_patience_s=5.0,
     stale_after_s=3.0,
-    age_after_s=AGED_S,
+    age_after_s=15.0,
     age_every=AGE_EVERY,
     shape_ratio=0.5,
-    shape_max_wait_s=SHAPE_WAIT_S,
+    shape_max_wait_s=6.0,
     models={model: ModelLimits(load_timeout_s=50.0) for model in MODELS},
 )
+
+
+BUDGETS = (
+    (
+        {
+            Reason.NO_FREE_SLOT,
+            Reason.COHORT_SEALED,
+            Reason.COHORT_SHAPE,
+            Reason.FAIRNESS,
+            Reason.WIDE_REQUEST,
+        },
+        lambda limits, model: limits.queue_timeout_s,
+    ),
+    (
+        {Reason.MODEL_LOADING, Reason.BACKEND_DOWN, Reason.SWAP_WAIT},
+        lambda limits, model: limits.of(model).load_timeout_s,
+    ),
+    ({Reason.GATE_BLOCKED, Reason.MODEL_DRAINING}, lambda limits, model: limits.gate_hold_max_s),
+)
+"""Which waits count together, and what bounds them: the test's own table."""
 
 
 class Choices:
@@ -165,6 +182,9 @@ class History:
         self.living_or_one_outcome()
         self.nobody_waits_beside_free_capacity()
         self.shape_has_its_bound()
+        shown = ticket_views(self.state, self.now)
+        self.nobody_outlives_a_budget(shown)
+        self.the_short_list_is_the_long_one(shown)
         self.places_are_unique()
         self.someone_works_on_a_load()
 
@@ -183,7 +203,7 @@ class History:
         elif kind < 69:
             self.see(model)
         elif kind < 76:
-            self.wait(pick.one(0.0, 0.01, 0.5, 0.5, 2.0, 4.0, 20.0))
+            self.wait(pick.one(0.0, 0.01, 0.5, 0.5, 2.0, 4.0, 20.0, 45.0))
         elif kind < 82:
             self.give_back()
         elif kind < 84:
@@ -198,7 +218,9 @@ class History:
             self.let_go(self.known(), pick.chance(50), pick.one(*Outcome))
         elif kind < 95 and self.specs:
             self.requeue(self.known())
-        elif kind >= 96:
+        elif kind < 96:
+            self.reload()
+        else:
             self.trouble(model)
 
     # --- driving ----------------------------------------------------------------------------------
@@ -206,10 +228,14 @@ class History:
     def post(self, event):
         cancelling = {name: at for name, at in self.cancelled.items() if name in self.state.tickets}
         back = {tag: at for tag, at in self.recalled.items() if self.charged(tag)}
+        alive = dict(self.state.tickets)
         effects = step(self.state, event, self.now)
         for name, at in cancelling.items():
             if name not in self.state.tickets:
                 self.check_evidence(self.grants[name], at, event)
+        for name, entry in alive.items():
+            if name not in self.state.tickets and entry.grant is not None:
+                assert entry.reported or entry.folded == entry.tokens, f"{name} had tokens for nothing"
         for tag, (grant, at) in back.items():
             if not self.charged(tag):
                 self.check_evidence(grant, at, event)
@@ -264,6 +290,10 @@ class History:
     def never_seen(self, grant):
         return grant.key not in self.shown_keys
 
+    @property
+    def limits(self):
+        return self.state.limits
+
     def charged(self, tag):
         return any(tag in book.charges for room in self.state.rooms.values() for book in room.books.values())
 
@@ -303,14 +333,23 @@ class History:
         if other is entry or not waits or spec.model != entry.spec.model or self.cost(spec.id) == 0:
             return False
         wide = spec.tasks > SLOTS[spec.model] >= spec.n
-        patient = other.wide_since is None or self.now - other.wide_since < PATIENCE
+        patient = other.wide_since is None or self.now - other.wide_since < self.limits.wide_patience_s
         since = other.shape_since
-        shaped = since is not None and self.now < since + SHAPE_WAIT_S
-        return not (wide and patient) and not (shaped and self.state.limits.shape)
+        shaped = since is not None and self.now < since + self.limits.shape_max_wait_s
+        return not (wide and patient) and not (shaped and self.limits.shape) and not self.kept_out(spec)
+
+    def kept_out(self, one):
+        """Whether strangers take what a request needs, whatever becomes of ours."""
+        slots, (book,) = SLOTS[one.model], self.books(one.model).values()
+        foreign, seen = book.capacity(self.now).foreign, book.mirror(self.now) is not Mirror.STALE
+        standby = 1 if seen and self.policy[one.model] in (PhasePolicy.DRAIN, PhasePolicy.YIELD) else 0
+        if one.tasks > slots >= one.n:
+            return foreign > 0
+        return self.cost(one.id) > max(1, slots + standby - foreign)
 
     def check_turn(self, entry, rivals, counter):
         model, name = entry.spec.model, entry.spec.id
-        old = [e.number for e in (*rivals, entry) if self.now >= e.senior_at + AGED_S]
+        old = [e.number for e in (*rivals, entry) if self.now >= e.senior_at + self.limits.age_after_s]
         if self.turns[model] >= AGE_EVERY - 1 and old:
             assert entry.number == min(old), f"{name} went although it was the turn of the longest waiting"
             self.turns[model] = 0
@@ -462,6 +501,23 @@ class History:
             case "stop" if pick.chance(20):
                 self.post(ShutDown(ProxyError(ErrorCode.SHUTTING_DOWN, "x"), cut=stale))
 
+    def reload(self):
+        """New limits, shorter than what some have waited, longer, or off."""
+        pick = self.pick
+        load_s = pick.one(50.0, 5.0, None)
+        limits = replace(
+            LIMITS,
+            shape=self.limits.shape,
+            queue_timeout_s=pick.one(40.0, 40.0, 10.0, 1.0, 90.0, None),
+            gate_hold_max_s=pick.one(30.0, 30.0, 3.0, None),
+            stale_after_s=pick.one(3.0, 3.0, 0.1, 30.0),
+            wide_patience_s=pick.one(5.0, 5.0, 0.0, 15.0),
+            age_after_s=pick.one(15.0, 15.0, 1.0),
+            shape_max_wait_s=pick.one(6.0, 6.0, 0.0, 1.0),
+            models={model: ModelLimits(load_timeout_s=load_s) for model in MODELS},
+        )
+        self.post(Configured(limits))
+
     def ready(self, model, *, stale):
         if not stale:
             self.generation[model] += 1
@@ -473,7 +529,7 @@ class History:
     def look(self, model, kind):
         """An honest snapshot: the oldest of those who are charged at work, the newest parked behind them.
 
-        Of the cancelled some are gone.
+        Of the cancelled some are gone; strangers may be there.
         """
         pick = self.pick
         mine = [e for e in self.state.tickets.values() if e.grant is not None and e.spec.model == model]
@@ -490,6 +546,7 @@ class History:
         if kind == "idle":
             shown = []
         shown += [(tag, member) for tag in gone[: pick.one(0, 0, 1, 5)]]
+        shown += [("x", member) for _ in range(pick.one(0, 0, 0, 0, 0, 1, 2))]
         self.show(model, shown, not pick.chance(8), phase=phase)
 
     def see(self, model):
@@ -577,31 +634,74 @@ class History:
                 assert entry.state is TicketState.CANCELLING
 
     def nobody_waits_beside_free_capacity(self):
-        """No lost wake-up: with an open gate and a ready engine the first in line does not fit."""
+        """No lost wake-up: with an open gate and a ready engine the first in line does not fit.
+
+        Nor does who is behind one for whom nobody is held back.
+        """
         for model in MODELS:
             room = self.state.rooms.get(model)
             if room is None or not room.queue or not room.books or room.admin is not AdminState.ENABLED:
                 continue
             held = plan(self.state, room, self.now)
-            turns = line(room, self.state.limits, self.now)
-            first = next((turn.entry for turn in turns if turn.entry.number not in held.held), None)
-            if first is None or held.closed:
+            if held.closed:
                 continue
             ledger = next(iter(room.books.values()))
-            if ledger.draining and first.spec.tasks:
-                continue
-            wide = first.spec.tasks > SLOTS[model] >= first.spec.n
             capacity = ledger.capacity(self.now)
             if not held.standby:
                 capacity = replace(capacity, standby=0)
-            assert not capacity.fits(self.cost(first.spec.id), wide)
+            for turn in line(room, self.limits, self.now):
+                first = turn.entry
+                if first.number in held.held:
+                    continue
+                if ledger.draining and first.spec.tasks:
+                    break
+                wide = first.spec.tasks > SLOTS[model] >= first.spec.n
+                assert not capacity.fits(self.cost(first.spec.id), wide)
+                since = first.wide_since
+                patient = wide and (since is None or self.now < since + self.limits.wide_patience_s)
+                if not patient and not self.kept_out(first.spec):
+                    break
 
     def shape_has_its_bound(self):
         """Nobody waits for its like longer than the configuration says."""
         for entry in self.state.tickets.values():
             if entry.reason is Reason.COHORT_SHAPE:
-                assert self.state.limits.shape
-                assert self.now < entry.shape_since + SHAPE_WAIT_S
+                assert self.limits.shape
+                assert self.now < entry.shape_since + self.limits.shape_max_wait_s
+
+    def the_short_list_is_the_long_one(self, shown):
+        """What backends are told is what people are shown."""
+        over = (TicketState.QUEUED, TicketState.CANCELLING)
+        for model in MODELS:
+            mine = [view for view in shown if view.model == model]
+            found = live(self.state, model)
+            for ids, states in (
+                (found.waiting, {TicketState.QUEUED}),
+                (found.cancelling, {TicketState.CANCELLING}),
+                (found.running, set(TicketState).difference(over)),
+            ):
+                assert sorted(ids) == sorted(view.id for view in mine if view.state in states)
+            recalled = {tag for tag, (grant, _) in self.recalled.items() if grant.key.model == model}
+            assert found.tags == {view.tag for view in mine if view.tag} | set(filter(self.charged, recalled))
+
+    def nobody_outlives_a_budget(self, shown):
+        """Who waits has waited for less than its budget in all, and time alone will end it: rule 5.
+
+        What an engine showed of a ticket counts only while it is seen.
+        """
+        limits = self.limits
+        for view in shown:
+            entry = self.state.tickets[view.id]
+            ledger = self.state.ledger_of(entry)
+            blind = ledger is not None and not ledger.mirror(self.now).fresh
+            if view.reason is None or view.id in self.outcomes or blind:
+                continue
+            reasons, limit = next((r, of(limits, view.model)) for r, of in BUDGETS if view.reason in r)
+            if limit is None:
+                continue
+            waited = sum(seconds for reason, seconds in view.held_s.items() if reason in reasons)
+            assert waited < limit + 1e-6, f"{view.id} has waited {waited:g} s for {view.reason}"
+            assert self.armed is not None and self.armed <= self.now + limit, "nothing would end its wait"
 
     def places_are_unique(self):
         """A promise gives an old place to one ticket only."""

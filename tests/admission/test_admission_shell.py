@@ -8,7 +8,7 @@ from admission_kit import backend, spec
 
 from proxy.admission import Admission, views
 from proxy.admission.controller import limits_of
-from proxy.admission.events import Granted
+from proxy.admission.events import Finished, Granted
 from proxy.errors import ErrorCode, ProxyError
 from proxy.metrics import Metrics
 from proxy.settings import Admission as AdmissionSettings
@@ -131,15 +131,29 @@ async def test_wait_with_a_timeout_then_the_grant(make):
     assert empty(admission)
 
 
+async def served(ticket, code=""):
+    """A requester: it waits, and releases its ticket whatever happens."""
+    try:
+        return await ticket.granted()
+    except asyncio.CancelledError:
+        ticket.release(Outcome.EXPIRED, code)
+        raise
+
+
 async def test_cancelled_wait_leaves_the_queue(make):
-    admission = make(slots=1)
+    """With the outcome that its requester gives it."""
+    endings = []
+    admission = make(
+        slots=1, listener=lambda e: endings.append(e.ending) if isinstance(e, Finished) else None
+    )
     running, leaving, last = (admission.submit(spec(name)) for name in "abc")
-    waiter = asyncio.create_task(leaving.granted())
+    waiter = asyncio.create_task(served(leaving, "total_timeout"))
     await spin()
     waiter.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiter
     assert [view.id for view in admission.tickets()] == ["a", "c"]
+    assert [(one.id, one.outcome, one.code) for one in endings] == [("b", Outcome.EXPIRED, "total_timeout")]
     running.release(Outcome.COMPLETED)
     assert last.state is TicketState.GRANTED
     last.release(Outcome.COMPLETED)
@@ -150,7 +164,7 @@ async def test_grant_that_meets_a_cancel_goes_to_the_next(make):
     """A grant counts only if its requester received it."""
     admission = make(slots=1)
     running, leaving, last = (admission.submit(spec(name)) for name in "abc")
-    waiter = asyncio.create_task(leaving.granted())
+    waiter = asyncio.create_task(served(leaving))
     await spin()
     running.release(Outcome.COMPLETED)
     assert leaving.state is TicketState.GRANTED
@@ -277,6 +291,21 @@ async def test_an_end_beats_a_grant_not_yet_received(make):
     admission.backend_down(KEY, ProxyError(ErrorCode.UPSTREAM_ERROR, "died"))
     with pytest.raises(ProxyError, match="died"):
         await asyncio.wait_for(waiter, DEADLINE_S)
+    assert empty(admission)
+
+
+async def test_who_watches_cannot_stop_who_waits(make):
+    """A listener that fails costs its own news: what the same step grants reaches whom it is for."""
+
+    def fails(effect):
+        if isinstance(effect, Finished):
+            raise LookupError(effect.ending.id)
+
+    admission = make(slots=1, listener=fails)
+    first, second = admission.submit(spec("a")), admission.submit(spec("b"))
+    first.release(Outcome.COMPLETED)
+    assert (await asyncio.wait_for(second.granted(), DEADLINE_S)).tag == "b.1"
+    second.release(Outcome.COMPLETED)
     assert empty(admission)
 
 

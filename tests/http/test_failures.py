@@ -7,6 +7,7 @@ import aiohttp
 import pytest
 
 from proxy.errors import ErrorCode, ProxyError
+from proxy.http.reply import Reply
 from proxy.sse import Splitter
 from proxy.types import MemberState, TicketState
 
@@ -304,6 +305,37 @@ async def test_total_timeout_covers_the_queue_and_the_stream():
             assert last_event(body)[1]["error"]["code"] == "total_timeout"
         await until(lambda: h.live() == 0)
         assert h.outcomes()["expired"] == 2
+        # admission's own books tell the same of both
+        waits = {"model": "demo", "priority": "normal"}
+        assert h.sample("queue_wait_seconds_count", **waits, outcome="expired") == 2
+        assert h.sample("queue_wait_seconds_count", **waits, outcome="cancelled") == 0
+
+
+async def test_who_is_told_that_its_time_is_over_holds_no_place_meanwhile(monkeypatch):
+    """Its client takes the news slowly: it stands in no queue then, and is granted nothing."""
+    told, go = asyncio.Event(), asyncio.Event()
+    fail = Reply.fail
+
+    async def slowly(self, error, *, on_boundary=True):
+        told.set()
+        await go.wait()
+        await fail(self, error, on_boundary=on_boundary)
+
+    monkeypatch.setattr(Reply, "fail", slowly)
+    configured = settings(
+        models={"demo": {"path": "demo.gguf", "budgets": {"total_timeout_s": 0.5}}},
+        admission={"keepalive_s": 0.05},
+    )
+    async with house(configured, auto=False) as h, aiohttp.ClientSession(h.base) as client:
+        async with client.post(CHAT, json=chat(True)) as answer:
+            assert answer.status == 200
+            await asyncio.wait_for(told.wait(), 20)
+            assert h.live() == 0
+            h.ready("demo")
+            assert h.admission.view("demo").charged == 0
+            go.set()
+            assert last_event(await answer.read())[1]["error"]["code"] == "total_timeout"
+        await until(lambda: h.outcomes()["expired"] == 1)
 
 
 async def test_inter_token_timeout_counts_silence_but_not_a_pause_of_the_engine():

@@ -27,7 +27,7 @@ NOW = 1000.0
 
 def ticket(name, state=TicketState.QUEUED, reason=None, position=0, age_s=10.0, queued_s=0.0, **more):
     made = {
-        "key": "alice", "priority": "normal", "endpoint": "chat", "stream": True, "tasks": 1, "cost": 1,
+        "key": "alice", "priority": "normal", "endpoint": "chat", "stream": True, "tasks": 1, "cost": int(state is not TicketState.QUEUED),
         "body_bytes": 9, "tokens": 0, "backend": None, "tag": "", "cohort": None, "held_s": {},
     } | more  # fmt: skip
     return TicketView(
@@ -90,8 +90,8 @@ SCENES = {
     Reason.COHORT_SHAPE: (status(), view(), [LATE], EnginePhase.PREFILL_OPEN, ["about 777 tokens"], "late", None),
     Reason.FAIRNESS: (status(), view(), [LATE], EnginePhase.GENERATE, ["another key's turn"], "late", None),
     Reason.WIDE_REQUEST: (
-        status(), view(free=1), [OLD], EnginePhase.GENERATE, ["needs 3 slots at once and 1 are free"], "old",
-        "llama-proxy cancel old",
+        status(), view(free=1, foreign=1), [OLD], EnginePhase.GENERATE,
+        ["needs 4 slots at once and 1 of 4 are free (taken: 1 by somebody else); the"], "old", "llama-proxy cancel old",
     ),
 }  # fmt: skip
 
@@ -100,7 +100,8 @@ SCENES = {
 def test_every_reason_is_explained(reason):
     """The head of the line, its reason, who holds what it waits for (never who waits as well), and what to do."""
     model, books, others, phase, words, holder, after = SCENES[reason]
-    head = ticket("first", reason=reason, position=1, age_s=33.0, cost=3, estimate_tokens=777)
+    tasks = 9 if reason is Reason.WIDE_REQUEST else 1
+    head = ticket("first", reason=reason, position=1, age_s=33.0, tasks=tasks, estimate_tokens=777)
     second = ticket("second", reason=Reason.NO_FREE_SLOT, position=2, age_s=99.0)
     shown = why(model, books, [*others, second, head], seen(phase) if phase else None, NOW)
     assert shown is not None
@@ -110,6 +111,13 @@ def test_every_reason_is_explained(reason):
         assert part in shown["words"]
     assert (shown["holder"] or {}).get("id") == holder
     assert shown["next"] == after
+
+
+def test_who_needs_several_slots_reads_how_many_not_that_all_are_taken():
+    head = ticket("first", reason=Reason.NO_FREE_SLOT, position=1, tasks=3)
+    shown = why(status(), view(free=2, foreign=1, cancelling=1), [OLD, head], seen(EnginePhase.GENERATE), NOW)
+    taken = "1 by requests that are being ended, 1 by somebody else"
+    assert f"needs 3 slots at once and 2 of 4 are free (taken: {taken})" in shown["words"]
 
 
 def test_every_reason_has_its_scene():
