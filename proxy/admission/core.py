@@ -65,7 +65,10 @@ def step(state: State, event: Event, now: float) -> list[Effect]:
     while at is not None and at <= now:
         # the step itself put a deadline into the past: limits that were lowered, a mirror that is back, a
         # budget that runs again; each turn ends whom it found, so there are no more turns than tickets
-        effects += _overdue(state, rooms, now)
+        ended = _overdue(state, rooms, now)
+        if not ended:
+            break
+        effects += ended
         at = _next_wake(state, now)
     _forget_dropped(state, rooms)
     if at != state.timer:
