@@ -1,6 +1,7 @@
 """Takes over an engine that an earlier proxy left running, after checking that it is that one and still good.
 
-As `bringup`: when it raises or is cancelled, no process and no connection is left.
+As `bringup`: when it raises or is cancelled, no process and no connection is left, except that one that was not
+claimed yet is the caller's to end (its record is still known then).
 """
 
 import asyncio
@@ -30,7 +31,6 @@ async def take_over(recipe: Recipe, record: RunRecord, progress: Progress) -> Ru
     engine = await recipe.resolve(recipe.model) if needs_engine(recipe.model) else None
     pidfd = claim(record)
     if pidfd is None:
-        recipe.runs.forget(record)
         raise failed(recipe, f"process {record.pid} is not the engine that was left running")
     tail = LogTail(secret=record.api_key, feed=recipe.feed)
     process = EngineProcess.adopt(record.pid, pidfd, tail, Path(record.output))
