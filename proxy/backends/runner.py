@@ -302,7 +302,12 @@ class ModelRunner(Sight):
         self._failure = error
         live.renounce()
         live.farewell(error)
-        self._stopper = self._task(live.clear(error), "clear")
+        self._stopper = self._task(self._clear(live, error), "clear")
+
+    async def _clear(self, live: Serving, error: ProxyError) -> StopReport | None:
+        report = await live.clear(error)
+        self._name_left(report)
+        return report
 
     async def _stop(
         self, effect: StopEngine, error: ProxyError, before: "asyncio.Task[StopReport | None] | None"
@@ -314,15 +319,19 @@ class ModelRunner(Sight):
             self._recipe, there, error, grace_s=lambda: self._grace_s, shutdown=effect.cause is Cause.SHUTDOWN
         )
         self._live = None
+        self._name_left(report)
         if before is not None and not before.done():
             await asyncio.wait((before,))
-        if report is not None and report.left:
-            pids = {pid: process_status(pid) for pid in report.left}
-            _log.error("processes survived a kill", model=self.name, left=pids)
+            report = _both(report, before)
         self._post(Stopped(effect.generation))
         if self._life.operational is ModelState.UNLOADED and self._job is not None and not self._job.done():
             self._fail_job(error)
         return report
+
+    def _name_left(self, report: StopReport | None) -> None:
+        if report is not None and report.left:
+            pids = {pid: process_status(pid) for pid in report.left}
+            _log.error("processes survived a kill", model=self.name, left=pids)
 
     def _fail_job(self, error: ProxyError) -> None:
         """Tell everyone who waits for a load, if there is one."""
@@ -342,6 +351,14 @@ class ModelRunner(Sight):
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             _log.error("a task failed", task=task.get_name(), exc_info=error)
+
+
+def _both(report: StopReport | None, before: "asyncio.Task[StopReport | None]") -> StopReport | None:
+    """Return a stop's report with what an earlier one, which it waited for, had to leave."""
+    earlier = None if before.cancelled() or before.exception() else before.result()
+    if earlier is None or not earlier.left:
+        return report
+    return replace(report or StopReport(None, ()), left=(*(report.left if report else ()), *earlier.left))
 
 
 async def _report(stopper: "asyncio.Task[StopReport | None] | None") -> StopReport:
