@@ -37,7 +37,7 @@ async def attempt(recipe: Recipe, progress: Progress, left: RunRecord | None) ->
     except ProxyError:
         raise
     except Exception as failed:
-        await _not_left(recipe, left)
+        await recipe.runs.reap_unclaimed(left)
         if limit.expired():
             raise _late(recipe, progress) from None
         # a system call's own ETIMEDOUT is a `TimeoutError`, too
@@ -69,16 +69,11 @@ async def _taken_over(recipe: Recipe, progress: Progress, record: RunRecord) -> 
     except ProxyError as error:
         _log.warning("engine not taken over", model=recipe.name, pid=record.pid, error=error.message)
         progress.process, progress.port = None, None
-        await _not_left(recipe, record)
+        # nobody would look at it again
+        await recipe.runs.reap_unclaimed(record)
         return None
     _log.info("engine taken over", model=recipe.name, pid=record.pid, port=record.port)
     return running
-
-
-async def _not_left(recipe: Recipe, record: RunRecord | None) -> None:
-    """End what was to be taken over and could not even be claimed: nobody would look at it again."""
-    if record is not None and record in recipe.runs.known(recipe.name):
-        await recipe.runs.reap(record, [record.pid])
 
 
 def _late(recipe: Recipe, progress: Progress) -> ProxyError:

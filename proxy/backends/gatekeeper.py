@@ -14,6 +14,8 @@ from proxy.state import StateDir
 from proxy.types import NOBODY, AdminState, Audit
 
 FILE: Final = "gates.json"
+SAVE_S: Final = 10.0
+"""How long who orders a gate waits for the disk; it is effective at once, and written when the disk takes it."""
 _log = logs.get("backends")
 Apply = Callable[[str, Gate], None]
 """Puts a gate on a model's own life: loads by requests are refused behind it."""
@@ -87,10 +89,10 @@ class Gatekeeper:
         )
         self._apply(model)
 
-    async def save(self, within_s: float | None = None) -> str:
+    async def save(self, within_s: float = SAVE_S) -> str:
         """Write the gates down; return an empty text, or why they will not survive the proxy.
 
-        They are written whether or not the caller stays, or asks for an answer `within_s` whatever the disk does.
+        They are written whether or not the caller stays; the answer comes `within_s`, whatever the disk does.
         """
         saver = self.save_soon()
         done, _ = await asyncio.wait((saver,), timeout=within_s)
