@@ -61,10 +61,14 @@ class LoadJobs:
         """Load once the model is unloaded; what took the unload's place takes the load's, too."""
         while not leaving.ended:
             leaving = await self._desk.wait(leaving.id, GONE_S) or leaving
-        if leaving.state is JobState.DONE:
-            self._ask(job.model, cause)
-        else:
+        if leaving.state is not JobState.DONE:
             self._close(job.model, leaving.state, error=f"it was to follow an unload: {leaving.error}")
+            return
+        try:
+            self._ask(job.model, cause)
+        except ProxyError as gone:
+            # a reload let the model go meanwhile
+            self._failed(job.model, gone)
 
     async def close(self) -> None:
         """End the meters, and what would load later."""

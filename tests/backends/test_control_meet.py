@@ -125,6 +125,23 @@ async def test_a_load_during_a_drain_follows_it(worlds, engine_binary, mid_model
 
 
 @engine
+async def test_a_load_that_was_to_follow_ends_with_its_model(worlds, engine_binary, mid_model):
+    """A reload takes the model out while it drains: the load is no job for ever."""
+    world = worlds({"m": {"path": mid_model}}, engine_binary)
+    fleet = world.fleet
+    await fleet.load("m")
+    running = await at_work(world)
+    unload = fleet.begin_unload("m", deadline_s=3000, audit=ME)
+    gone = asyncio.Event()
+    assert fleet.refits.retire("m", lambda _: gone.set(), ME).id == unload.id
+    load = fleet.begin_load("m", OTHER)
+    await leaves(running)
+    assert (await fleet.jobs.wait(load.id, LONG_S)).ended
+    await asyncio.wait_for(gone.wait(), LONG_S)
+    assert fleet.jobs.get(unload.id).state is JobState.DONE
+
+
+@engine
 @pytest.mark.parametrize("cause", [Cause.EVICT, Cause.RELOAD])
 async def test_who_needs_the_model_gone_does_not_wait_for_an_operators_patience(
     worlds, engine_binary, mid_model, cause
