@@ -19,7 +19,7 @@ from proxy.metrics import Metrics
 from proxy.state import StateDir
 from proxy.types import AdminState, Cause
 from tests.backends.conftest import alive, eventually
-from tests.backends.test_control import ME, worlds  # noqa: F401 - a fixture
+from tests.backends.test_control import ME, PATIENT_S, worlds  # noqa: F401 - a fixture
 from tests.backends.test_control_hard import LONG_S, OTHER, engine
 
 
@@ -192,7 +192,8 @@ async def test_an_engine_that_outlives_its_loss_is_named(
     worlds, engine_binary, mid_model, monkeypatch, capsys, loading
 ):
     """A lost engine whose KILL does nothing: it is said, and who stops the model hears of it, too."""
-    world = worlds({"m": {"path": mid_model, "restart": {"first_s": 600}}}, engine_binary)
+    model = {"path": mid_model, "restart": {"first_s": 600}, "stop": {"grace_s": PATIENT_S}}
+    world = worlds({"m": model}, engine_binary)
     fleet = world.fleet
     await fleet.load("m")
     pid, held, clearing = fleet.status("m").pid, asyncio.Event(), asyncio.Event()
