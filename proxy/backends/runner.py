@@ -191,7 +191,10 @@ class ModelRunner(Sight):
                         self._live.renounce()
                     self._live.farewell(error)
                 self._fail_job(error)
-                self._stopper = self._task(self._stop(effect, error, self._stopper), "stop")
+                before = self._stopper
+                if before is not None and before.done():
+                    before = None
+                self._stopper = self._task(self._stop(effect, error, before), "stop")
             case EngineLost():
                 self._lost()
             case LoadRefused():
@@ -312,7 +315,7 @@ class ModelRunner(Sight):
     async def _stop(
         self, effect: StopEngine, error: ProxyError, before: "asyncio.Task[StopReport | None] | None"
     ) -> StopReport | None:
-        """End what is there. `before` clears away an earlier generation; its process counts as this model's, too."""
+        """End what is there. `before` still clears an earlier generation away; its process counts as this model's, too."""
         left, self._left = (None, self._left) if effect.cause is Cause.SHUTDOWN else (self._left, None)
         there = Remains(self._live if effect.was_ready else None, self._attempt, self._progress, left)
         report = await ending.end_all(
@@ -320,7 +323,7 @@ class ModelRunner(Sight):
         )
         self._live = None
         self._name_left(report)
-        if before is not None and not before.done():
+        if before is not None:
             await asyncio.wait((before,))
             report = _both(report, before)
         self._post(Stopped(effect.generation))
