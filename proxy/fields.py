@@ -17,7 +17,7 @@ _MAC = re.compile(r"[0-9A-Fa-f]{2}([:-])[0-9A-Fa-f]{2}(\1[0-9A-Fa-f]{2}){4}")
 
 
 def _zero_is_off(value: Any) -> Any:
-    return None if value in (0, "0") and not isinstance(value, bool) else value
+    return None if value == 0 else value
 
 
 def _as_text(value: Any) -> Any:
@@ -103,8 +103,8 @@ def _probe(value: str) -> str:
 
 
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-OptionalSeconds = Annotated[Seconds | None, BeforeValidator(_zero_is_off)]
-OptionalCount = Annotated[Annotated[int, Field(ge=0)] | None, BeforeValidator(_zero_is_off)]
+OptionalSeconds = Annotated[Seconds | None, AfterValidator(_zero_is_off)]
+OptionalCount = Annotated[Annotated[int, Field(ge=0)] | None, AfterValidator(_zero_is_off)]
 Argument = Annotated[str, BeforeValidator(_as_text)]
 UserPath = Annotated[Path, AfterValidator(_expand)]
 ModelId = Annotated[str, AfterValidator(model_id)]

@@ -202,6 +202,15 @@ def test_zero_and_null_are_off(read: Load, off: str) -> None:
     assert settings.models["a"].budgets.load_timeout_s is None
 
 
+@pytest.mark.parametrize("off", ["0", "0.0"])
+def test_zero_from_the_environment_is_off(read: Load, off: str) -> None:
+    """There it is a text; a limit of 0 seconds would end everything at once."""
+    settings = read(
+        "", {"LLAMA_PROXY_ADMISSION__QUEUE_TIMEOUT_S": off, "LLAMA_PROXY_ADMISSION__MAX_QUEUE": off}
+    )
+    assert settings.admission.queue_timeout_s is None and settings.admission.max_queue is None
+
+
 def test_numbers_among_arguments_are_their_text(read: Load) -> None:
     """`[-np, 4]` is what people write."""
     settings = read("engine: {args: [-np, 4, --temp, 0.5]}\nmodels: {a: {path: x, args: [-c, 8192]}}")

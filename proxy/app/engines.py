@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -13,19 +14,21 @@ from proxy.errors import ErrorCode, ProxyError
 from proxy.settings import Model, Settings
 
 PROBE_TIMEOUT_S: Final = 10.0
+_File = tuple[int, int, int, int]
+"""Device, inode, size and time of change: another one is another file."""
 
 
 class Engines:
     """Finds the llama-server of a model, and whether it carries our patch.
 
     `default` serves every model that names no engine of its own. What a binary says of itself
-    (`--help`) is asked once per file.
+    (`--help`) is asked once per file, and again when another file stands in its place.
     """
 
     def __init__(self, settings: Settings, default: EngineBinary | None) -> None:
         self._default = default
         self._settings = settings
-        self._known: dict[Path, EngineBinary] = {}
+        self._known: dict[Path, tuple[_File, EngineBinary]] = {}
 
     async def __call__(self, model: Model) -> EngineBinary:
         """Return the engine of `model`; `ProxyError` (`model_load_failed`) when there is none."""
@@ -40,11 +43,26 @@ class Engines:
 
     async def _named(self, text: str, field: str) -> EngineBinary:
         server = server_at(text)
-        if server is None:
+        file = None if server is None else _file(server)
+        if server is None or file is None:
             raise ProxyError(ErrorCode.MODEL_LOAD_FAILED, f"{field}: there is no llama-server at {text}")
-        if server not in self._known:
-            self._known[server] = await inspect_engine(server)
-        return self._known[server]
+        known, engine = self._known.get(server, (None, None))
+        if engine is None or file != known:
+            engine = await inspect_engine(server)
+            self._known[server] = file, engine
+        return replace(engine, dir=_manifest(server))
+
+
+def _file(path: Path) -> _File | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _manifest(server: Path) -> Path | None:
+    return server.parent if (server.parent / "manifest.json").is_file() else None
 
 
 def server_at(text: str) -> Path | None:
@@ -78,8 +96,7 @@ async def inspect_engine(server: Path) -> EngineBinary:
         raise ProxyError(
             ErrorCode.MODEL_LOAD_FAILED, f"{server} --help ended with {process.returncode}: {words}"
         )
-    manifest = server.parent if (server.parent / "manifest.json").is_file() else None
-    return EngineBinary(path=server, patched=b"--phase-policy" in out, dir=manifest)
+    return EngineBinary(path=server, patched=b"--phase-policy" in out, dir=_manifest(server))
 
 
 class IdentityCheck:

@@ -1,6 +1,6 @@
 """Backends: the life of a model and its processes, operators' control of it, the client to llama-server, its mirror."""
 
-from proxy.backends.command import EngineBinary
+from proxy.backends.command import EngineBinary, needs_engine
 from proxy.backends.fleet import Fleet, check_models
 from proxy.backends.gatekeeper import blocked, opened
 from proxy.backends.gates import Gate, GateMode
@@ -66,5 +66,6 @@ __all__ = [
     "WouldCut",
     "blocked",
     "check_models",
+    "needs_engine",
     "opened",
 ]

@@ -67,6 +67,11 @@ class Recipe:
         return self.model.on_proxy_exit == "keep" and self.runs.kept
 
     @property
+    def needs_engine(self) -> bool:
+        """Whether a start needs a llama-server of ours."""
+        return needs_engine(self.model, self.defaults)
+
+    @property
     def fingerprint(self) -> str:
         """Tells whether the configuration that shapes the process is still the same."""
         return recipe_of(self.model, self.defaults)
@@ -114,7 +119,7 @@ class Progress:
 
 async def bring_up(recipe: Recipe, progress: Progress) -> Running:
     """Return a process of ours that is healthy, verified and known. Raises `ProxyError`."""
-    engine = await recipe.resolve(recipe.model) if needs_engine(recipe.model) else None
+    engine = await recipe.resolve(recipe.model) if recipe.needs_engine else None
     for _ in range(PORT_TRIES):
         try:
             return await _run(recipe, engine, progress)

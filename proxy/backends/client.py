@@ -58,13 +58,17 @@ class Answer:
 class ProbeError(Exception):
     """A probe got no usable answer.
 
-    `timed_out` tells silence from refusal; `refused` that nobody listens at the engine's port.
+    `timed_out` tells silence from refusal; `refused` that nobody listens at the engine's port; `answered` that
+    somebody lives there, but not what was asked for.
     """
 
-    def __init__(self, message: str, *, timed_out: bool = False, refused: bool = False) -> None:
+    def __init__(
+        self, message: str, *, timed_out: bool = False, refused: bool = False, answered: bool = False
+    ) -> None:
         super().__init__(message)
         self.timed_out = timed_out
         self.refused = refused
+        self.answered = answered
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,9 +103,7 @@ def build(
     if model.cmd is not None:
         macros = {"PORT": str(port), "MODEL": name, "ENGINE": str(engine.path) if engine else ""}
         argv = [_expand(word, macros, f"models.{name}.cmd") for word in shlex.split(model.cmd)]
-        env |= {
-            k: _expand(v, macros, f"models.{name}.env.{k}") for k, v in {**defaults.env, **model.env}.items()
-        }
+        env |= {k: _expand(v, macros, field) for k, (field, v) in _variables(name, model, defaults).items()}
         return Command(tuple(argv), env | {KEY_VARIABLE: key}, model.cwd)
     if engine is None or model.path is None:
         raise ConfigError(f"models.{name}: an engine and a path are needed to build a command")
@@ -123,7 +121,7 @@ def build(
 def check(name: str, model: Model, defaults: Engine) -> None:
     """Refuse what cannot work before anything is started. Raises `ConfigError`."""
     if model.cmd is not None:
-        _check_cmd(name, model)
+        _check_cmd(name, model, defaults)
         return
     if model.path is None:
         return
@@ -139,11 +137,12 @@ def check(name: str, model: Model, defaults: Engine) -> None:
                 )
 
 
-def needs_engine(model: Model) -> bool:
-    """Whether the model's command names a llama-server of ours."""
+def needs_engine(model: Model, defaults: Engine) -> bool:
+    """Whether the model's command or environment names a llama-server of ours."""
     if model.cmd is None:
         return model.path is not None
-    return any("ENGINE" in _macros(text) for text in (model.cmd, *model.env.values()))
+    texts = (text for _, text in _variables("", model, defaults).values())
+    return any("ENGINE" in _macros(text) for text in (model.cmd, *texts))
 
 
 def batch_tokens(model: Model, defaults: Engine) -> int:
@@ -156,7 +155,7 @@ def batch_tokens(model: Model, defaults: Engine) -> int:
     return max(1, found)
 
 
-def _check_cmd(name: str, model: Model) -> None:
+def _check_cmd(name: str, model: Model, defaults: Engine) -> None:
     where = f"models.{name}.cmd"
     if model.args:
         raise ConfigError(f"models.{name}.args: has no meaning with cmd; write the arguments into cmd")
@@ -166,7 +165,7 @@ def _check_cmd(name: str, model: Model) -> None:
         raise ConfigError(f"{where}: cannot be split into words: {error}") from None
     if not words:
         raise ConfigError(f"{where}: is empty")
-    texts = {where: model.cmd or "", **{f"models.{name}.env.{k}": v for k, v in model.env.items()}}
+    texts = {where: model.cmd or "", **dict(_variables(name, model, defaults).values())}
     for field, text in texts.items():
         for macro in _macros(text):
             if macro not in _MACROS:
@@ -178,6 +177,12 @@ def _check_cmd(name: str, model: Model) -> None:
         raise ConfigError(
             f"{where}: does not say ${{PORT}}, so that the proxy could not reach what it starts"
         )
+
+
+def _variables(name: str, model: Model, defaults: Engine) -> dict[str, tuple[str, str]]:
+    """Return a command's own variables, each with the field that it is from; the model's come before the engines'."""
+    found = {k: (f"engine.env.{k}", v) for k, v in defaults.env.items()}
+    return found | {k: (f"models.{name}.env.{k}", v) for k, v in model.env.items()}
 
 
 def _macros(text: str) -> list[str]:

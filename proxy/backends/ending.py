@@ -51,7 +51,8 @@ async def end_all(
         report = None
         if there.trying is not None:
             report = await _give_up(recipe, there.trying, there.progress, error)
-        return await _not_left(recipe, there.left, report)
+        left = await recipe.runs.reap_unclaimed(there.left)
+        return report if left is None else StopReport(None, (), left)
     except Exception:
         # whatever it was: a model that stays in `stopping` could never be loaded or unloaded again
         process = there.process
@@ -88,10 +89,3 @@ async def _give_up(
     if progress is not None and progress.process is not None:
         return await progress.process.kill()
     return None
-
-
-async def _not_left(recipe: Recipe, record: RunRecord | None, report: StopReport | None) -> StopReport | None:
-    """End what an earlier proxy had left running and this one had not claimed yet."""
-    if record is None or record not in recipe.runs.known(recipe.name):
-        return report
-    return StopReport(None, (), await recipe.runs.reap(record, [record.pid]))

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Final
 
 from proxy import logs
@@ -14,6 +14,8 @@ from proxy.state import StateDir
 from proxy.types import NOBODY, AdminState, Audit
 
 FILE: Final = "gates.json"
+SAVE_S: Final = 10.0
+"""How long who orders a gate waits for the disk; it is effective at once, and written when the disk takes it."""
 _log = logs.get("backends")
 Apply = Callable[[str, Gate], None]
 """Puts a gate on a model's own life: loads by requests are refused behind it."""
@@ -63,17 +65,13 @@ class Gatekeeper:
                 self._apply(name)
 
     def gate(self, model: str) -> Gate:
-        """Return the operator's gate of a model."""
-        return self._gates[model]
+        """Return the operator's gate of a model; an open one for a model that is no more."""
+        return self._gates.get(model, OPEN)
 
     def effective(self, model: str) -> Gate:
         """Return what holds now for new requests."""
         draining = self._draining[model]
         return effective(self._gates[model], draining[-1] if draining else None)
-
-    def all(self) -> Mapping[str, Gate]:
-        """Return every model's operator gate."""
-        return dict(self._gates)
 
     def set(self, model: str, gate: Gate) -> None:
         """Set a gate, effective before this returns; `save` makes it last."""
@@ -91,12 +89,14 @@ class Gatekeeper:
         )
         self._apply(model)
 
-    async def save(self) -> str:
+    async def save(self, within_s: float = SAVE_S) -> str:
         """Write the gates down; return an empty text, or why they will not survive the proxy.
 
-        They are written whether or not the caller stays.
+        They are written whether or not the caller stays; the answer comes `within_s`, whatever the disk does.
         """
-        return await asyncio.shield(self.save_soon())
+        saver = self.save_soon()
+        done, _ = await asyncio.wait((saver,), timeout=within_s)
+        return saver.result() if done else f"{FILE} is still being written: the disk is slow or hangs"
 
     def save_soon(self) -> "asyncio.Task[str]":
         """Begin to write the gates down, for whoever may not live to see it done."""
@@ -121,18 +121,20 @@ class Gatekeeper:
 
     @contextlib.contextmanager
     def draining(self, model: str, gate: Gate) -> Iterator[None]:
-        """Let the model drain while the block runs; jobs may overlap."""
+        """Let the model drain while the block runs; jobs may overlap, and the model may be forgotten meanwhile."""
         self._draining[model].append(gate)
         self._apply(model)
         try:
             yield
         finally:
-            self._draining[model].remove(gate)
-            self._apply(model)
+            draining = self._draining.get(model, [])
+            if gate in draining:
+                draining.remove(gate)
+                self._apply(model)
 
     def _apply(self, model: str) -> None:
         gate = self.effective(model)
-        self._metrics.gate_blocked.labels(model).set(not gate.open)
+        self._metrics.gate_blocked.labels(model).set(gate.state is AdminState.BLOCKED)
         self._apply_to_life(model, gate)
         self._requests.gate(model, gate)
         self._tell(GateChanged(model, gate))

@@ -16,8 +16,7 @@ import socket
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
-from types import TracebackType
-from typing import Final, Self
+from typing import Final
 
 import psutil
 
@@ -62,14 +61,6 @@ class Reservation:
     def close(self) -> None:
         """Give the port up. Idempotent."""
         self._socket.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def listeners(pid: int) -> tuple[Listener, ...]:

@@ -7,11 +7,12 @@ from typing import Final
 from proxy import logs
 from proxy.backends import modelfile, probes
 from proxy.backends.bringup import Recipe, Running
-from proxy.backends.client import EngineClient
+from proxy.backends.client import EngineClient, ProbeError
 from proxy.backends.command import batch_tokens
 from proxy.backends.mirror import Mirror
 from proxy.backends.process import StopReport
 from proxy.backends.sentinel import Lost, Sentinel
+from proxy.backends.slots import SlotsReport
 from proxy.backends.voice import Voice
 from proxy.backends.watchdog import Rules
 from proxy.clock import Clock
@@ -49,7 +50,7 @@ class Live:
         )
         self.mirror: Final = Mirror(
             key,
-            lambda since: probes.slots(client, since),
+            self._slots,
             clock=clock,
             metrics=metrics,
             on_snapshot=self._seen,
@@ -58,6 +59,17 @@ class Live:
             engine_is_ours=running.process is not None and running.process.child,
             working=lambda: client.exchanges,
         )
+
+    async def _slots(self, since: int | None) -> SlotsReport:
+        """Read the slots; of a remote engine an error says `answered` only while it serves as when it was loaded."""
+        client = self.running.client
+        try:
+            return await probes.slots(client, since)
+        except ProbeError as error:
+            if self.running.process is None and error.answered and not await probes.serves(client):
+                # a gateway that reaches nobody, an engine that was started anew and loads or takes another key
+                raise ProbeError(str(error)) from None
+            raise
 
     def _seen(self, snapshot: Snapshot) -> None:
         self._voice.snapshot(snapshot)

@@ -14,6 +14,8 @@ from proxy.settings import Model
 from proxy.types import NOBODY, Audit, BackendKey, Cause, EngineInfo, ModelState, Snapshot
 
 LOOK_S: Final = 0.25
+GONE_S: Final = 60.0
+"""Between two looks at an unload, which has a deadline of its own."""
 _LOADING: Final = (ModelState.STARTING, ModelState.LOADING)
 
 
@@ -27,10 +29,26 @@ class LoadJobs:
         self._runner = runner
         self._model = model
         self._meters: set[asyncio.Task[None]] = set()
+        self._later: dict[str, asyncio.Task[None]] = {}
+        """Loads by job that follow an unload."""
 
     def begin(self, model: str, cause: Cause, audit: Audit) -> Job:
-        """Ask for a load and return its job; one that is ready, or refused at once, has ended already."""
+        """Ask for a load and return its job; one that is ready, or refused at once, has ended already.
+
+        While the model drains for an unload, a load follows that: what is ready now is about to go.
+        """
         job = self._open(model, cause, audit)
+        leaving = self._desk.running(model, JobKind.UNLOAD)
+        if leaving is None or self._runner(model).life.operational is not ModelState.READY:
+            self._ask(model, cause)
+        elif job.id not in self._later:
+            self._later[job.id] = task = asyncio.create_task(
+                self._follow(job, leaving, cause), name=f"load-later:{model}"
+            )
+            task.add_done_callback(lambda _: self._later.pop(job.id, None))
+        return self._desk.get(job.id) or job
+
+    def _ask(self, model: str, cause: Cause) -> None:
         asked = self._runner(model).ask(cause)
         if asked.done() and not asked.cancelled():
             error = asked.exception()
@@ -38,14 +56,27 @@ class LoadJobs:
                 self._failed(model, error)
             elif error is None:
                 self._done(model, asked.result())
-        return self._desk.get(job.id) or job
+
+    async def _follow(self, job: Job, leaving: Job, cause: Cause) -> None:
+        """Load once the model is unloaded; what took the unload's place takes the load's, too."""
+        while not leaving.ended:
+            leaving = await self._desk.wait(leaving.id, GONE_S) or leaving
+        if leaving.state is not JobState.DONE:
+            self._close(job.model, leaving.state, error=f"it was to follow an unload: {leaving.error}")
+            return
+        try:
+            self._ask(job.model, cause)
+        except ProxyError as gone:
+            # a reload let the model go meanwhile
+            self._failed(job.model, gone)
 
     async def close(self) -> None:
-        """End the meters."""
-        for task in self._meters:
+        """End the meters, and what would load later."""
+        tasks = {*self._meters, *self._later.values()}
+        for task in tasks:
             task.cancel()
-        if self._meters:
-            await asyncio.wait(self._meters)
+        if tasks:
+            await asyncio.wait(tasks)
 
     # -- the observer -----------------------------------------------------------------------------------
 

@@ -23,7 +23,7 @@ STOCK_BUSY_S: Final = 1.2
 """A stock engine looks for clients that left after one second without any result, and a `/slots` answer
 is a result: polled faster, it would never notice (the patched engine does, see notice-lost-clients)."""
 RETRY_S: Final = 0.2
-"""After a poll that failed: no answer, so nothing that an engine could take for a result."""
+"""After a poll that got no answer: nothing that an engine could take for a result."""
 IDLE_S: Final = 1.5
 MIN_GAP_S: Final = 0.01
 """Between two polls even when poked: a burst of grants costs one poll, not one each."""
@@ -77,6 +77,8 @@ class Mirror:
         self._task: asyncio.Task[None] | None = None
         self._labels = (key.model, key.backend)
         self._troubled = False
+        self._answered = False
+        """Whether the last poll got an answer that shows no slots: the next one will hardly say more."""
 
     def start(self) -> None:
         """Begin polling."""
@@ -121,6 +123,8 @@ class Mirror:
         if self.silent_polls:
             # a whole timeout has passed already: three of them in a row are the wedge signal
             return 0.0
+        if self._answered:
+            return IDLE_S
         if self.latest is None or self.failed_polls:
             return RETRY_S
         if self.latest.busy == 0 and not self._working():
@@ -139,10 +143,12 @@ class Mirror:
         except ProbeError as error:
             self.failed_polls += 1
             self.silent_polls = self.silent_polls + 1 if error.timed_out else 0
+            self._answered = error.answered
             self._trouble(error, asked)
             return None
         taken = self._clock()
         self.failed_polls = self.silent_polls = 0
+        self._answered = False
         if self._troubled:
             self._troubled = False
             _log.info("slots answered again", model=self.key.model, generation=self.key.generation)

@@ -40,16 +40,27 @@ async def props(client: EngineClient, timeout_s: float = TIMEOUT_S) -> EngineInf
 async def slots(client: EngineClient, since: int | None, timeout_s: float = TIMEOUT_S) -> SlotsReport:
     """Read the slots; `since` asks a phase-aware engine for its light view and the events after it.
 
-    Raises `ProbeError` (also for an answer that cannot be parsed).
+    Raises `ProbeError` (also for an answer that cannot be parsed: then it was `answered`).
     """
     target = "/slots" if since is None else f"/slots?phase_since={since}"
     answer = await client.get(target, timeout_s)
     if answer.status != 200:
-        raise ProbeError(f"/slots answered {answer.status}: {_excerpt(answer.body)}")
+        raise ProbeError(f"/slots answered {answer.status}: {_excerpt(answer.body)}", answered=True)
     try:
         return parse(answer.body)
     except ParseError as error:
-        raise ProbeError(str(error)) from None
+        raise ProbeError(str(error), answered=True) from None
+
+
+async def serves(client: EngineClient) -> bool:
+    """Ask for what a load asks for: health and properties. Who shows no slots may serve all the same."""
+    if await health(client) is not Health.OK:
+        return False
+    try:
+        await props(client)
+    except ProbeError:
+        return False
+    return True
 
 
 def parse_props(data: Mapping[str, Any]) -> EngineInfo:

@@ -192,7 +192,10 @@ class ModelRunner(Sight):
                         self._live.renounce()
                     self._live.farewell(error)
                 self._fail_job(error)
-                self._stopper = self._task(self._stop(effect, error, self._stopper), "stop")
+                before = self._stopper
+                if before is not None and before.done():
+                    before = None
+                self._stopper = self._task(self._stop(effect, error, before), "stop")
             case EngineLost():
                 self._lost()
             case LoadRefused():
@@ -303,27 +306,36 @@ class ModelRunner(Sight):
         self._failure = error
         live.renounce()
         live.farewell(error)
-        self._stopper = self._task(live.clear(error), "clear")
+        self._stopper = self._task(self._clear(live, error), "clear")
+
+    async def _clear(self, live: Serving, error: ProxyError) -> StopReport | None:
+        report = await live.clear(error)
+        self._name_left(report)
+        return report
 
     async def _stop(
         self, effect: StopEngine, error: ProxyError, before: "asyncio.Task[StopReport | None] | None"
     ) -> StopReport | None:
-        """End what is there. `before` clears away an earlier generation; its process counts as this model's, too."""
+        """End what is there. `before` still clears an earlier generation away; its process counts as this model's, too."""
         left, self._left = (None, self._left) if effect.cause is Cause.SHUTDOWN else (self._left, None)
         there = Remains(self._live if effect.was_ready else None, self._attempt, self._progress, left)
         report = await ending.end_all(
             self._recipe, there, error, grace_s=lambda: self._grace_s, shutdown=effect.cause is Cause.SHUTDOWN
         )
         self._live = None
-        if before is not None and not before.done():
+        self._name_left(report)
+        if before is not None:
             await asyncio.wait((before,))
-        if report is not None and report.left:
-            pids = {pid: process_status(pid) for pid in report.left}
-            _log.error("processes survived a kill", model=self.name, left=pids)
+            report = _both(report, before)
         self._post(Stopped(effect.generation))
         if self._life.operational is ModelState.UNLOADED and self._job is not None and not self._job.done():
             self._fail_job(error)
         return report
+
+    def _name_left(self, report: StopReport | None) -> None:
+        if report is not None and report.left:
+            pids = {pid: process_status(pid) for pid in report.left}
+            _log.error("processes survived a kill", model=self.name, left=pids)
 
     def _fail_job(self, error: ProxyError) -> None:
         """Tell everyone who waits for a load, if there is one."""
@@ -343,6 +355,14 @@ class ModelRunner(Sight):
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             _log.error("a task failed", task=task.get_name(), exc_info=error)
+
+
+def _both(report: StopReport | None, before: "asyncio.Task[StopReport | None]") -> StopReport | None:
+    """Return a stop's report with what an earlier one, which it waited for, had to leave."""
+    earlier = None if before.cancelled() or before.exception() else before.result()
+    if earlier is None or not earlier.left:
+        return report
+    return replace(report or StopReport(None, ()), left=(*(report.left if report else ()), *earlier.left))
 
 
 async def _report(stopper: "asyncio.Task[StopReport | None] | None") -> StopReport:

@@ -167,6 +167,12 @@ class RunStore:
             self.forget(record)
         return left
 
+    async def reap_unclaimed(self, record: RunRecord | None) -> tuple[int, ...] | None:
+        """End what a record speaks of, unless its end was seen; return what outlived a KILL, None for nothing to end."""
+        if record is None or record.token not in self._known:
+            return None
+        return await self.reap(record, [record.pid])
+
     def _records(self) -> list[RunRecord]:
         found = (self._state.read(name, decode) for name in self._state.names(FOLDER))
         return [record for record in found if record is not None]

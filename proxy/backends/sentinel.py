@@ -1,6 +1,7 @@
 """Watches one ready backend and says once when it is lost: it ended, closed its port, or is wedged.
 
-A remote engine is lost when it does not answer; it is not ours to judge further.
+A remote engine is lost when it does not answer; it is not ours to judge further. One that serves and shows no slots
+(`--no-slots`) is not lost: admission goes by its own books then.
 """
 
 import contextlib
@@ -46,6 +47,7 @@ class Sentinel:
         self._lost: Lost | None = lost
         self._dog = Watchdog(rules, clock()) if rules is not None and process is not None else None
         self._excused = 0
+        self._unanswered = 0
 
     def dismiss(self) -> None:
         """Say nothing any more: the backend is being stopped on purpose."""
@@ -76,6 +78,7 @@ class Sentinel:
 
     def seen(self, snapshot: Snapshot) -> None:
         """Take an answer of `/slots`."""
+        self._unanswered = 0
         if self._dog is not None and (found := self._dog.seen(snapshot)) is not None:
             self._wedged(found)
 
@@ -83,7 +86,8 @@ class Sentinel:
         """Take a poll without a usable answer, the `count`-th in a row."""
         model = self._key.model
         if self._process is None:
-            if count >= REMOTE_LOST_POLLS:
+            self._unanswered = 0 if error.answered else self._unanswered + 1
+            if self._unanswered >= REMOTE_LOST_POLLS:
                 at = "" if self._key.backend == Kind.REMOTE else f" at {self._key.backend}"
                 text = f"the remote engine of model {model!r}{at} does not answer any more: {error}"
                 self._tell(Cause.CRASH, ErrorCode.UPSTREAM_ERROR, text)

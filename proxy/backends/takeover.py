@@ -1,6 +1,7 @@
 """Takes over an engine that an earlier proxy left running, after checking that it is that one and still good.
 
-As `bringup`: when it raises or is cancelled, no process and no connection is left.
+As `bringup`: when it raises or is cancelled, no process and no connection is left, except that one that was not
+claimed yet is the caller's to end (its record is still known then).
 """
 
 import asyncio
@@ -9,7 +10,7 @@ from typing import Final
 
 from proxy.backends.bringup import Progress, Recipe, Running, ask_props, failed, or_exit, until_healthy
 from proxy.backends.client import EngineClient
-from proxy.backends.command import HOST, EngineBinary, needs_engine
+from proxy.backends.command import HOST, EngineBinary
 from proxy.backends.listening import Owner, owner
 from proxy.backends.logtail import LogTail
 from proxy.backends.process import EngineProcess
@@ -27,10 +28,9 @@ async def take_over(recipe: Recipe, record: RunRecord, progress: Progress) -> Ru
     Record, process and configuration agree already; here the executable must be the model's engine, and it must
     answer within `ANSWER_S` with the recorded key, port and build, and pass the identity check. Else it is ended.
     """
-    engine = await recipe.resolve(recipe.model) if needs_engine(recipe.model) else None
+    engine = await recipe.resolve(recipe.model) if recipe.needs_engine else None
     pidfd = claim(record)
     if pidfd is None:
-        recipe.runs.forget(record)
         raise failed(recipe, f"process {record.pid} is not the engine that was left running")
     tail = LogTail(secret=record.api_key, feed=recipe.feed)
     process = EngineProcess.adopt(record.pid, pidfd, tail, Path(record.output))

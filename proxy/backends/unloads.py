@@ -29,11 +29,13 @@ from proxy.clock import Clock
 from proxy.errors import ErrorCode, ProxyError
 from proxy.metrics import Metrics
 from proxy.settings import Model
-from proxy.types import AdminState, Audit, Cause
+from proxy.types import AdminState, Audit, Cause, ModelState
 
 LOOK_S: Final = 0.05
 FORCE_MARGIN_S: Final = 1.9
 """What a force-unload may take beyond its grace before it answers with what is left."""
+FORCE_S: Final = 2.0
+"""What it may take beyond its grace altogether: what is left is for writing down a gate that it changed."""
 CLOSE_S: Final = 1.0
 """What a force-unload may take to answer after the fleet has stopped everything."""
 SETTLE_S: Final = 0.1
@@ -46,9 +48,10 @@ _log = logs.get("backends")
 class _Wish:
     """What those who asked for one unload want of it: the soonest deadline, and the newest gate to leave behind.
 
-    `forces` is how often the model had been forced before it.
+    `began` is when the first of them asked, `forces` how often the model had been forced before it.
     """
 
+    began: float
     until: float
     after: Gate | None
     forces: int
@@ -56,9 +59,13 @@ class _Wish:
 
 @dataclass(slots=True)
 class _Cut:
-    """One force-unload: the gate that it found, and whether somebody wants the model to stay down."""
+    """One force-unload: the gate that it found, and whether somebody wants the model to stay down.
+
+    `stuck` are the requests that its order to end left in the books: whoever has their name later is another one.
+    """
 
     found: Gate
+    stuck: frozenset[str] = frozenset()
     block: bool = False
 
 
@@ -118,14 +125,15 @@ class Unloads:
     ) -> Job:
         """Start an unload (or, `kind` drain, only its first half) as a job, or join the one under way.
 
-        `deadline_s` None is the model's `stop.drain_s`. Whoever joins can make it end sooner and leave the gate
-        blocked, not the opposite.
+        `deadline_s` None is the model's `stop.drain_s`; an operator who joins without one has no wish of his own.
+        Whoever joins can make it end sooner and leave the gate blocked, not the opposite.
         """
+        now, drain_s = self._clock(), self._model(model).stop.drain_s
         job, new = self._desk.open(kind, model, cause, audit)
         after = blocked(reason or f"{kind.value}ed", mode, audit) if then is Then.BLOCK else None
         if new:
-            drain_s = self._model(model).stop.drain_s if deadline_s is None else deadline_s
-            self._wishes[job.id] = wish = _Wish(self._clock() + drain_s, after, self._forces[model])
+            until = now + (drain_s if deadline_s is None else deadline_s)
+            self._wishes[job.id] = wish = _Wish(now, until, after, self._forces[model])
             draining = contextlib.ExitStack()
             gate = Gate(AdminState.DRAINING, reason or "unloading", mode, audit)
             try:
@@ -137,8 +145,11 @@ class Unloads:
             self._task(job, self._unload_job(job, wish, draining, reason))
             return job
         wish = self._wishes[job.id]
+        if deadline_s is None and cause is not Cause.OPERATOR:
+            # another model's load or a reload hangs on it: one operator's patience is not theirs
+            deadline_s = drain_s
         if deadline_s is not None:
-            wish.until = min(wish.until, self._clock() + deadline_s)
+            wish.until = min(wish.until, now + deadline_s)
         wish.after = after or wish.after
         return job
 
@@ -154,7 +165,7 @@ class Unloads:
                         await self._saved(model)
                     self._desk.advance(job.id, Progress("stopping", requests_left=0))
                     report = await self._stopped(model, job.cause, reason)
-                    self._metrics.unload_seconds.labels(model, "false").observe(report.seconds)
+                    self._took(report, wish.began)
                 if wish.after is not None:
                     self._gates.set(model, wish.after)
             problem = await self._left_blocked(model, wish)
@@ -206,12 +217,17 @@ class Unloads:
                 await self._drained(model, lambda: until, None)
                 cut = runner.exchanges
                 report = await self._stopped(model, cause, "")
+        report = UnloadReport(
+            model, before, force, cut=cut, code=report.code, signals=report.signals, left=report.left
+        )
+        return replace(report, seconds=self._took(report, began))
+
+    def _took(self, report: UnloadReport, began: float) -> float:
+        """Count how long an unload took, if there was something to unload, and return it."""
         seconds = self._clock() - began
-        self._metrics.unload_seconds.labels(model, str(force).lower()).observe(seconds)
-        return UnloadReport(
-            model, before, force, cut=cut, code=report.code, signals=report.signals, left=report.left,
-            seconds=seconds,
-        )  # fmt: skip
+        if report.before not in (ModelState.UNLOADED, ModelState.FAILED):
+            self._metrics.unload_seconds.labels(report.model, str(report.forced).lower()).observe(seconds)
+        return seconds
 
     async def _drained(self, model: str, until: Callable[[], float], job: Job | None) -> tuple[str, ...]:
         """Wait until nothing runs; at the deadline, which may be brought forward, return who still does."""
@@ -229,14 +245,13 @@ class Unloads:
 
     async def _stopped(self, model: str, cause: Cause, reason: str) -> UnloadReport:
         """Stop the process now and wait until it is gone."""
-        runner, began = self._runner(model), self._clock()
+        runner = self._runner(model)
         before = runner.life.operational
         grace_s = self._model(model).stop.grace_s
         report = await runner.ask_stop(cause, grace_s, _unloaded(model, cause, reason))
         return UnloadReport(
-            model, before, forced=False, code=report.code, signals=report.signals, left=report.left,
-            seconds=self._clock() - began,
-        )  # fmt: skip
+            model, before, forced=False, code=report.code, signals=report.signals, left=report.left
+        )
 
     # -- force ------------------------------------------------------------------------------------------
 
@@ -244,6 +259,7 @@ class Unloads:
         self, model: str, *, then: Then, reason: str, mode: GateMode, audit: Audit
     ) -> UnloadReport:
         """End everything of a model now; answers within its grace + 2 s. Twice at once is one, `block` wins."""
+        until = self._clock() + self._model(model).stop.grace_s + FORCE_S
         job, new = self._desk.open(JobKind.FORCE, model, Cause.FORCE, audit)
         if new:
             self._cuts[job.id] = _Cut(self._gates.gate(model))
@@ -260,11 +276,14 @@ class Unloads:
             self._gates.set(model, blocked(reason, mode, audit))
             self._gates.save_soon()
         task: asyncio.Task[UnloadReport] = self._tasks[job.id]
+        found = self._cuts[job.id].found
         await asyncio.wait({task})
         if task.cancelled():
             raise ProxyError(ErrorCode.SHUTTING_DOWN, "the proxy is shutting down")
-        report = task.result()
-        return replace(report, problem=await self._gates.save())
+        if self._gates.gate(model) is found:
+            # nothing to write: a disk that hangs is no reason to wait
+            return task.result()
+        return replace(task.result(), problem=await self._gates.save(max(0.0, until - self._clock())))
 
     def _cut(self, job: Job, reason: str) -> Coroutine[Any, Any, UnloadReport]:
         """Steps 1 and 2, and the first half of 3; the rest is returned."""
@@ -279,6 +298,8 @@ class Unloads:
             grace_s = self._model(model).stop.grace_s
             stopping = asyncio.ensure_future(runner.ask_stop(Cause.FORCE, grace_s, error))
             self._requests.end(model, error)
+            left = self._requests.live(model)
+            self._cuts[job.id].stuck = frozenset((*left.waiting, *left.running))
             draining = undone.pop_all()
         self._metrics.forced_cancels.labels(model).inc(len(live.waiting) + len(live.running))
         report = UnloadReport(
@@ -312,20 +333,18 @@ class Unloads:
             )
             await self._requests.settled(model, max(SETTLE_S, until - self._clock()))
             live = self._requests.live(model)
-            unsettled = {*live.running, *live.waiting}.intersection(report.names)
             cut, gate = self._cuts[job.id], self._gates.gate(model)
+            unsettled = cut.stuck.intersection((*live.running, *live.waiting))
             if not cut.block and gate is cut.found and not gate.open:
                 # a gate that was set since then is a later wish than ours
                 self._gates.set(model, opened(job.audit))
                 self._gates.save_soon()
-        seconds = self._clock() - began
-        self._metrics.unload_seconds.labels(model, "true").observe(seconds)
         report = replace(
             report,
             code=done.code,
             signals=done.signals,
             left=done.left,
-            seconds=seconds,
+            seconds=self._took(report, began),
             unsettled=tuple(sorted(unsettled)),
         )
         self._end_force(job, report)

@@ -13,7 +13,7 @@ import click
 from proxy import logs
 from proxy.app import EngineBinary, Engines, Listening, server_at, with_overrides
 from proxy.app import serve as serve_app
-from proxy.backends import check_models
+from proxy.backends import check_models, needs_engine
 from proxy.cli.config import config_path, load_or_exit
 from proxy.cli.progress import ConsoleProgress
 from proxy.config import load
@@ -174,7 +174,7 @@ def _options(*, cuda: bool) -> BuildOptions:
 
 def _needs_engine(settings: Settings, model_file: Path | None) -> bool:
     models = settings.models.values()
-    ours = any(m.engine is None and (m.path is not None or (m.cmd and "${ENGINE}" in m.cmd)) for m in models)
+    ours = any(model.engine is None and needs_engine(model, settings.engine) for model in models)
     return model_file is not None or not settings.models or ours
 
 

@@ -154,8 +154,21 @@ def test_cmd_errors(model, message):
         check("m", Model.model_validate(model), Engine())
 
 
+def test_macros_in_the_environment_of_all_engines():
+    """`engine.env` is a command's, too: what it lacks is said before anything starts; a model's own variable wins."""
+    model, defaults = Model(cmd="run"), Engine(env={"P": "${PORT}", "E": "${ENGINE}"})
+    check("m", model, defaults)
+    assert needs_engine(model, defaults)
+    own = Model(cmd="run", env={"E": "none"})
+    assert not needs_engine(own, defaults)
+    with pytest.raises(ConfigError, match=r"^engine\.env\.E: \$\{ENGIN\} is not a macro"):
+        check("m", Model(cmd="run ${PORT}"), Engine(env={"E": "${ENGIN}"}))
+    check("m", Model(cmd="run ${PORT}", env={"E": ""}), Engine(env={"E": "${ENGIN}"}))
+    check("m", Model(path=Path("x")), Engine(env={"E": "${ENGIN}"}))
+
+
 def test_needs_engine():
-    assert needs_engine(Model(path=Path("x")))
-    assert needs_engine(Model(cmd="ssh h ${ENGINE} ${PORT}"))
-    assert not needs_engine(Model(cmd="run ${PORT}"))
-    assert not needs_engine(Model(url="http://x"))
+    assert needs_engine(Model(path=Path("x")), Engine())
+    assert needs_engine(Model(cmd="ssh h ${ENGINE} ${PORT}"), Engine())
+    assert not needs_engine(Model(cmd="run ${PORT}"), Engine())
+    assert not needs_engine(Model(url="http://x"), Engine(env={"E": "${ENGINE}"}))

@@ -1,17 +1,23 @@
 """The fleet with the real engine: loads, failures, crashes, stops."""
 
 import asyncio
+import errno
 import os
 import signal
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 
+from proxy.backends import attempt
+from proxy.backends.bringup import Progress, bring_up
 from proxy.backends.gatekeeper import blocked
+from proxy.backends.gpu import Device, Gpus
 from proxy.errors import ErrorCode, ProxyError
+from proxy.state import StateDir
 from proxy.types import AdminState, Cause
 from proxy.upstream import UpstreamDied
 from tests.backends.conftest import ALONE, ENDLESS, Collect, alive, completion, eventually
@@ -268,6 +274,74 @@ async def test_a_gate_refuses_loads_by_requests_only(fleets, engine_binary, mid_
     assert refused.value.code is ErrorCode.GATE_BLOCKED
     assert len(seen.of("load_failed")) == 1
     await fleet.load("mid", Cause.OPERATOR)
+
+
+async def test_a_system_call_that_times_out_is_no_late_load(fleets, engine_binary, mid_model):
+    """A file on a server that does not answer (ETIMEDOUT), and a load without a deadline: it fails with its words."""
+    fleet, _ = fleets({"m": {"path": mid_model, "budgets": {"load_timeout_s": 0}}}, engine_binary)
+    runner = fleet._runners["m"]
+
+    async def far(_model):
+        raise OSError(errno.ETIMEDOUT, "Connection timed out", "/nfs/llama-server")
+
+    runner._recipe = replace(runner._recipe, resolve=far)
+    with pytest.raises(ProxyError, match="/nfs/llama-server") as failed:
+        await asyncio.wait_for(fleet.load("m"), 20)
+    assert failed.value.code is ErrorCode.MODEL_LOAD_FAILED and fleet.status("m").state == "failed"
+
+
+class HeldGpus(Gpus):
+    """A driver that answers at once when a load begins, and after one only when it is let."""
+
+    present = True
+
+    def __init__(self):
+        super().__init__(lambda: None)
+        self.asked_again, self.go, self._count = asyncio.Event(), asyncio.Event(), 0
+
+    async def devices(self):
+        self._count += 1
+        if self._count > 1:
+            self.asked_again.set()
+            await self.go.wait()
+        return (Device(0, "GPU-1", 1 << 40, 1 << 39),)
+
+
+async def test_a_model_that_is_ready_in_time_is_not_late_for_what_is_measured_then(
+    fleets, engine_binary, mid_model, monkeypatch
+):
+    gpus = HeldGpus()
+    model = {"path": mid_model, "vram_bytes": 1, "budgets": {"load_timeout_s": 0.1}}
+    fleet, _ = fleets({"m": model}, engine_binary, gpus=gpus)
+    recipe = fleet._runners["m"]._recipe
+    running = await bring_up(recipe, Progress())
+
+    async def at_once(*_):
+        return running
+
+    monkeypatch.setattr(attempt, "bring_up", at_once)
+    began = asyncio.get_running_loop().time()
+    trying = asyncio.create_task(attempt.attempt(recipe, Progress(), None))
+    await asyncio.wait_for(gpus.asked_again.wait(), 20)
+    await eventually(lambda: asyncio.get_running_loop().time() > began + 0.2)
+    gpus.go.set()
+    assert await trying is running
+    await running.client.close()
+    assert (await running.process.kill()).left == ()
+
+
+async def test_a_force_in_the_last_moment_of_a_load_leaves_nothing(
+    fleets, engine_binary, mid_model, tmp_path
+):
+    """Its engine is ready, and what it took is being measured."""
+    gpus, state = HeldGpus(), StateDir.open(tmp_path)
+    fleet, _ = fleets({"m": {"path": mid_model, "vram_bytes": 1}}, engine_binary, gpus=gpus, state=state)
+    fleet.request_load("m")
+    await asyncio.wait_for(gpus.asked_again.wait(), 60)
+    pid = fleet.status("m").pid
+    assert alive(pid) and len(state.names("runs")) == 1
+    report = await fleet.force("m")
+    assert report.clean and not alive(pid) and state.names("runs") == ()
 
 
 async def test_load_timeout(fleets, engine_binary, mid_model):

@@ -146,6 +146,67 @@ async def test_a_remote_backend(fleets, engine_binary, mid_model):
     assert ("far", "ready", "failed", "crash") in seen.of("state")
 
 
+class Gateway:
+    """What stands before a remote engine; while `gone`, it answers everything itself, as one that reaches nobody."""
+
+    def __init__(self, port):
+        self._port = port
+        self._open: set[asyncio.StreamWriter] = set()
+        self.gone = self.answered = 0
+
+    async def __call__(self, reader, writer):
+        there, back = await asyncio.open_connection("127.0.0.1", self._port)
+        self._open |= {writer, back}
+        try:
+            await asyncio.gather(self._ask(reader, writer, back), self._pump(there, writer))
+        except OSError:
+            pass
+        finally:
+            self._open -= {writer, back}
+            writer.close()
+            back.close()
+
+    async def _ask(self, reader, writer, back):
+        while some := await reader.read(65536):
+            if self.gone:
+                self.answered += 1
+                writer.write(b"HTTP/1.1 502 Bad Gateway\r\nContent-Length: 0\r\n\r\n")
+            else:
+                back.write(some)
+        back.close()
+
+    async def _pump(self, there, writer):
+        while some := await there.read(65536):
+            writer.write(some)
+
+    def end(self):
+        for writer in self._open:
+            writer.transport.abort()
+
+
+async def test_a_gateway_that_reaches_nobody_is_no_engine_that_shows_no_slots(
+    fleets, engine_binary, mid_model
+):
+    """Its answers are not the engine's: the model is lost as one that does not answer."""
+    host, _ = fleets({"mid": {"cmd": f"${{ENGINE}} -m {mid_model} --port ${{PORT}} -np 1 -c 1024 -t 1", "upstream_key": "k"}}, engine_binary)  # fmt: skip
+    await host.load("mid")
+    gateway = Gateway(host.status("mid").port)
+    server = await asyncio.start_server(gateway, "127.0.0.1", 0)
+    try:
+        port = server.sockets[0].getsockname()[1]
+        fleet, seen = fleets({"far": {"url": f"http://127.0.0.1:{port}", "upstream_key": "k"}})
+        await fleet.load("far")
+        await eventually(lambda: fleet.snapshot("far"), 30)
+        gateway.gone = 1
+        fleet.poke(fleet.key("far"))
+        await eventually(lambda: seen.of("down"), 30)
+        assert "does not answer any more: /slots answered 502" in seen.of("down")[0][1].message
+        await fleet.unload("far")
+    finally:
+        server.close()
+        gateway.end()
+
+
 async def test_the_mirror_follows_a_ready_engine_only(fleets, engine_binary, mid_model):
     """Snapshots of this generation appear while it is ready, show the busy slot, and end with it."""
     fleet, seen = fleets({"mid": {"path": mid_model, "args": ALONE}}, engine_binary)

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from proxy.backends.runrecord import TOKEN_VARIABLE, Fate, RunRecord, Seen, decode, encode, judge, recipe_of
 from proxy.backends.runs import RunStore, claim, end_bearers, look
 from proxy.clock import boot_id
+from proxy.errors import ErrorCode, ProxyError
 from proxy.settings import Engine, Model
 from proxy.state import StateDir
 from tests.backends.conftest import alive, completion, eventually
@@ -348,6 +349,40 @@ async def test_an_engine_that_is_about_to_be_taken_over_can_be_forced(
     report = await asyncio.wait_for(fleet.force("m"), 10)
     assert report.clean and not alive(pid) and state.names("runs") == ()
     await fleet.stop(5)
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("trouble", ["refused", "broken", "late"])
+async def test_an_engine_that_cannot_be_looked_at_does_not_stay_beside_the_next(
+    fleets, engine_binary, own_model, tmp_path, trouble
+):
+    """What fails before the process was claimed ends it, too: an error, an accident, or the load's own deadline."""
+    pid = await killed_proxy(engine_binary, own_model, tmp_path / "state", "keep", "ready")
+    state = StateDir.open(tmp_path / "state")
+    wanted = models(own_model, "keep")
+    if trouble == "late":
+        wanted["m"]["budgets"] = {"load_timeout_s": 0.5}
+    fleet, seen = fleets(wanted, engine_binary, state=state)
+    runner, asked = fleet._runners["m"], []
+    resolve = runner._recipe.resolve
+
+    async def troubled(model):
+        asked.append(model)
+        if len(asked) > 1:
+            return await resolve(model)
+        if trouble == "late":
+            await asyncio.sleep(600)
+        if trouble == "broken":
+            raise OSError("a disk error")
+        raise ProxyError(ErrorCode.MODEL_LOAD_FAILED, "llama-server --help does not answer")
+
+    runner._recipe = replace(runner._recipe, resolve=troubled)
+    await fleet.start()
+    await eventually(lambda: fleet.status("m").state in ("ready", "failed"), 60)
+    assert not alive(pid) and pid not in bearers(own_model)
+    assert len(state.names("runs")) == len(bearers(own_model)) == (fleet.status("m").state == "ready")
+    await fleet.unload("m", force=True)
+    assert not bearers(own_model) and state.names("runs") == ()
 
 
 @pytest.mark.engine

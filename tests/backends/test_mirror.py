@@ -168,6 +168,18 @@ async def test_silence_is_counted_and_the_snapshot_ages(made, monkeypatch):
     assert one.age() <= monotonic() - answers, "it is that of the newest snapshot"
 
 
+async def test_an_engine_that_answers_without_slots_is_asked_no_faster_than_an_idle_one(made):
+    troubles = []
+    engine = Engine(ProbeError("/slots answered 501", answered=True))
+    one, _, _ = made(engine, on_failed_polls=lambda count, error, asked: troubles.append(error.answered))
+    await eventually(lambda: len(engine.asked) >= 3)
+    assert all(gap >= mirror_module.IDLE_S for gap in engine.gaps()) and all(troubles)
+    engine.answer = ProbeError("refused")
+    one.poke()
+    await eventually(lambda: len(troubles) >= 6)
+    assert min(engine.gaps()) < mirror_module.IDLE_S, "who may be gone is asked again soon"
+
+
 async def test_a_failing_listener_does_not_end_the_mirror():
     engine, calls = Engine(BUSY), []
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from contextlib import closing
 from pathlib import Path
 
 import psutil
@@ -236,7 +237,7 @@ def test_describe_exit():
 
 def test_a_reserved_port_is_given_to_nobody_but_who_asks_for_it():
     """Held, not listening: 'any port' never yields it, a listener by number may have it."""
-    with Reservation() as reservation:
+    with closing(Reservation()) as reservation:
         for _ in range(300):
             with socket.socket() as other:
                 other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

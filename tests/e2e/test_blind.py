@@ -1,9 +1,13 @@
 """An engine whose slots cannot be seen for a while: service goes on, and what had changed is told afterwards."""
 
 import json
+import os
+import socket
+import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -83,4 +87,52 @@ def test_five_seconds_without_a_view(
     until("the stranger is gone", lambda: backend(proxy)["foreign"] == 0)
     stays.close()
     until("nothing is left", lambda: proxy.metric("llama_proxy_requests_inflight") == 0)
+    assert [step["broken"] for step in proxy.trace() if step["broken"]] == []
+
+
+@pytest.fixture
+def without_slots(
+    zoo: Callable[[str], Path], tmp_path: Path
+) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """A stock llama-server that somebody started with `--no-slots`, and its address."""
+    stock = os.environ.get("LLAMA_SERVER_STOCK")
+    if not stock:
+        pytest.skip("needs LLAMA_SERVER_STOCK")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    flags = f"--host 127.0.0.1 --port {port} -t 1 -np 2 -c 32768 --no-warmup --no-slots"
+    with (tmp_path / "stock.log").open("wb") as log:
+        engine = subprocess.Popen(
+            [stock, "-m", str(zoo("llama-mid")), *flags.split()], stdout=log, stderr=log
+        )
+    yield f"http://127.0.0.1:{port}", engine
+    engine.kill()
+    engine.wait()
+
+
+def test_an_engine_that_shows_no_slots_serves(
+    start: Callable[..., Proxy], without_slots: tuple[str, subprocess.Popen[bytes]]
+) -> None:
+    """Its 501 is an answer: by our own books it serves as ever, past queue and leaving clients, until it is really gone."""
+    url, engine = without_slots
+    proxy = start({"models": {"m": {"url": url}}}, traced=True)
+    stays = first(ask(proxy.url, "stays", 20_000))
+    until("it is known that nothing can be seen", lambda: backend(proxy)["mirror"] == "absent")
+    leaves = first(ask(proxy.url, "leaves", 20_000))
+    body = {"model": "m", "prompt": "a", "max_tokens": 2}
+    with ThreadPoolExecutor(4) as clients:
+        waiting = [clients.submit(proxy.post, "/v1/completions", body) for _ in range(4)]
+        until("all others wait", lambda: proxy.get("/api/models/m")["admission"]["queued"] == 4)
+        leaves.close()
+        assert [one.result()[0] for one in waiting] == [200] * 4
+    assert data(stays.event())
+    shown = proxy.get("/api/models/m")
+    assert (shown["state"], shown["backend"]["generation"]) == ("ready", 1)
+    assert proxy.metric("llama_proxy_crashes_total", model="m") == 0
+    told = [line for line in proxy.events() if line.get("event") == "no usable slots"]
+    assert len(told) == 1 and "501" in told[0]["error"]
+
+    engine.kill()
+    until("its end is noticed", lambda: proxy.metric("llama_proxy_crashes_total", model="m") == 1)
     assert [step["broken"] for step in proxy.trace() if step["broken"]] == []

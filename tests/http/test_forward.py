@@ -164,7 +164,9 @@ async def test_a_connection_serves_many_requests_and_survives_refusals():
             (good, CHAT, 200),
         ]:
             assert (await ask(body, path))[0] == wanted
-        writer.write(b"GET /healthz HTTP/1.1\r\nHost: a\r\n\r\nGET /readyz HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        writer.write(
+            b"GET /healthz HTTP/1.1\r\nHost: a\r\n\r\nGET /readyz HTTP/1.1\r\nHost: localhost\r\n\r\n"
+        )
         both = b""
         while both.count(b"HTTP/1.1 200 OK") < 2:
             more = await asyncio.wait_for(reader.read(4096), 20)
