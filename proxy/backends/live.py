@@ -41,7 +41,7 @@ class Live:
     ) -> None:
         self.key: Final = key
         self.running: Final = running
-        self._recipe = recipe
+        self.recipe = recipe
         self._voice = voice
         client = running.client
         self.sentinel: Final = Sentinel(
@@ -62,6 +62,9 @@ class Live:
     def _seen(self, snapshot: Snapshot) -> None:
         self._voice.snapshot(snapshot)
         self.sentinel.seen(snapshot)
+
+    def refit(self, recipe: Recipe) -> None:
+        self.recipe = recipe
 
     def begin(self) -> None:
         self._voice.ready(self.key, self.running.info)
@@ -104,7 +107,7 @@ class Live:
 
     def renounce(self) -> None:
         if self.running.run is not None:
-            self._recipe.runs.renounce(self.running.run)
+            self.recipe.runs.renounce(self.running.run)
 
     async def let_go(self, error: ProxyError) -> None:
         await self.mirror.stop()
@@ -116,7 +119,7 @@ class Live:
     async def clear(self, error: ProxyError) -> StopReport | None:
         await self.mirror.stop()
         await self.running.client.close(error.message)
-        return await end(self._recipe, self.running, 0)
+        return await end(self.recipe, self.running, 0)
 
     async def detach(self) -> None:
         process = self.running.process

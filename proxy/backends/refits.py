@@ -82,7 +82,7 @@ class Refits:
         runner = self._runners[name]
         self._models[name] = model
         self._set_ttl(name, model.ttl_s)
-        runner.refit(self._recipe(name, model))
+        runner.refit(self._recipe(name, model), shaped=restart)
         _log.info("model changed", model=name, restart=restart)
         if not restart or runner.life.operational in (ModelState.UNLOADED, ModelState.FAILED):
             return None

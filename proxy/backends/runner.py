@@ -44,7 +44,7 @@ from proxy.backends.process import StopReport, process_status
 from proxy.backends.replicas import Replicas
 from proxy.backends.runrecord import RunRecord
 from proxy.backends.serving import Serving
-from proxy.backends.sight import Sight
+from proxy.backends.sight import Sight, kind_of
 from proxy.backends.views import FleetObserver
 from proxy.backends.voice import Voice
 from proxy.clock import Clock
@@ -128,15 +128,25 @@ class ModelRunner(Sight):
 
     async def save_slots(self) -> int:
         """Save what the ready backend's slots hold, where the model wants that and nothing runs; return the tokens."""
-        live, cache = self._live, self._recipe.slots
+        live = self._live
+        cache = live.recipe.slots if live is not None else None
         if live is None or cache is None or self.key != live.key or self.exchanges:
+            return 0
+        if self._recipe.slots is None or self._recipe.fingerprint != live.recipe.fingerprint:
+            # the next start could not use them
             return 0
         with live.excused():
             return await cache.save(live.running.client, live.running.info)
 
-    def refit(self, recipe: Recipe) -> None:
-        """Take another configuration, for starts from now on; who follows the log goes on following it."""
+    def refit(self, recipe: Recipe, *, shaped: bool) -> None:
+        """Take another configuration; who follows the log goes on following it.
+
+        `shaped`: it differs in what shapes the process or the way to it. It is one for starts from now on then, and
+        what serves keeps the one that it was started from.
+        """
         self._recipe = replace(recipe, feed=self._recipe.feed)
+        if not shaped and self._live is not None:
+            self._live.refit(self._recipe)
         self._grace_s = recipe.model.stop.grace_s
 
     def set_admin(self, admin: AdminState, reason: str) -> None:
@@ -185,7 +195,7 @@ class ModelRunner(Sight):
             case StopEngine():
                 error = self._farewell or words.gone(self.name, effect.cause)
                 if self._live is not None and effect.was_ready:
-                    self._learn(self._live.running)
+                    self._learn(self._live)
                     self._live.dismiss()
                     if effect.cause is not Cause.SHUTDOWN:
                         self._live.renounce()
@@ -250,7 +260,7 @@ class ModelRunner(Sight):
         return None
 
     def _arrived(self, generation: int, running: Running, recipe: Recipe) -> None:
-        key = BackendKey(self.name, self.kind.value, generation)
+        key = BackendKey(self.name, kind_of(recipe.model).value, generation)
         live: Serving
         if recipe.model.dns is None:
             live = Live(
@@ -284,9 +294,10 @@ class ModelRunner(Sight):
         if self._job is not None and not self._job.done():
             self._job.set_result(running.info)
 
-    def _learn(self, running: Running) -> None:
-        if self._recipe.room is not None and running.process is not None:
-            self._recipe.room.learn(self.name, running.process.pid)
+    def _learn(self, live: Serving) -> None:
+        room, process = live.recipe.room, live.running.process
+        if room is not None and process is not None:
+            room.learn(live.recipe.model, process.pid)
 
     def _told_lost(self, key: BackendKey, cause: Cause, error: ProxyError) -> None:
         if self.key == key:

@@ -1,0 +1,106 @@
+"""Another configuration for a model at work: what its generation was started from stays its own."""
+
+import shutil
+from pathlib import Path
+
+import orjson
+import pytest
+
+from proxy.backends.jobs import JobState
+from proxy.backends.memory import Pool
+from proxy.backends.room import Room
+from proxy.settings import Engine, Memory, Model
+from proxy.state import StateDir
+from proxy.types import ModelState
+from tests.backends.conftest import completion, eventually
+
+LONG_S = 120.0
+"""For what takes a few seconds on an idle machine."""
+PROMPT = "the mill by the river " * 60
+engine = pytest.mark.engine
+
+
+def twin(path: Path, into: Path) -> Path:
+    """Make a model of the same shape and size with other weights: its last two blocks of weights change places."""
+    raw, block = bytearray(path.read_bytes()), 64 << 10
+    raw[-2 * block :] = raw[-block:] + raw[-2 * block : -block]
+    into.write_bytes(raw)
+    return into
+
+
+def change(fleet, *, restart=True, **fields):
+    """Give the model `m` other fields, as a reload does."""
+    before = fleet._catalog.model("m")
+    after = Model.model_validate({**before.model_dump(exclude_unset=True), **fields})
+    fleet._catalog.replace({"m": after})
+    return fleet.refits.change("m", after, restart=restart)
+
+
+async def reloaded(fleet, **fields):
+    """Change what shapes the process and wait for the next one."""
+    before = fleet.key("m").generation
+    assert change(fleet, **fields) is not None
+    await eventually(lambda: (key := fleet.key("m")) is not None and key.generation > before, LONG_S)
+
+
+async def unloaded(fleet):
+    job = fleet.begin_unload("m")
+    assert (await fleet.jobs.wait(job.id, LONG_S)).state is JobState.DONE
+
+
+async def ask(fleet):
+    """Return how much of the prompt was known already, and the answer."""
+    exchange = await fleet.upstream(fleet.key("m")).open(completion(8, stream=False, prompt=PROMPT))
+    body = orjson.loads(await exchange.read(1 << 20))
+    exchange.close()
+    return body["timings"]["cache_n"], body["content"]
+
+
+@engine
+async def test_what_slots_hold_is_never_given_to_another_model(fleets, engine_binary, mid_model, tmp_path):
+    """A reload with other weights of the same shape: the old ones' state is not restored into them."""
+    other = twin(mid_model, tmp_path / "other.gguf")
+    fleet, _ = fleets(
+        {"m": {"path": mid_model, "slot_cache": True}}, engine_binary, state=StateDir.open(tmp_path / "state")
+    )
+    await fleet.load("m")
+    cold, first = await ask(fleet)
+    await reloaded(fleet, path=other)
+    again, text = await ask(fleet)
+    assert cold == again == 0 and text != first
+    await unloaded(fleet)
+    await fleet.load("m")
+    warm, same = await ask(fleet)
+    assert warm > 200 and same == text
+
+
+@engine
+async def test_memory_is_learnt_for_what_held_it(fleets, engine_binary, mid_model, zoo, tmp_path):
+    """A reload to a small model: what the large one took is not taken for its own."""
+    small = tmp_path / "small.gguf"
+    shutil.copy(zoo("llama"), small)
+    fleet, _ = fleets({"m": {"path": mid_model}}, engine_binary)
+    await fleet.load("m")
+    large = fleet.status("m").pid
+    await reloaded(fleet, path=small)
+    assert fleet.status("m").pid != large
+    assert fleet._room.need("m") == {Pool.RAM: small.stat().st_size}
+    [learnt] = fleet._room._peaks
+    assert str(mid_model) in learnt
+
+
+def test_a_resident_counts_with_what_it_was_started_from():
+    """While a large model drains for a small one of its name, the memory that it holds is not free."""
+
+    class Tenant:
+        settings = Model(path="/large", ram_bytes=70)
+        occupancy = (ModelState.READY, None, 0.0, None)
+
+    models = {"m": Model(path="/small", ram_bytes=1), "n": Model(path="/n", ram_bytes=50)}
+    room = Room(
+        Memory(ram_bytes=100), models, Engine(), state=StateDir.open(None), clock=lambda: 1.0,
+        wanted=lambda _: False, evict=lambda _: None, finished=lambda _: True,
+    )  # fmt: skip
+    room.open({"m": Tenant()})
+    [resident] = room._residents()
+    assert resident.need == {Pool.RAM: 70} and room.need("m") == {Pool.RAM: 1}
