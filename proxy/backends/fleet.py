@@ -28,7 +28,6 @@ from proxy.backends.reconciler import reconcile
 from proxy.backends.refits import Refits
 from proxy.backends.room import Room
 from proxy.backends.runner import ModelRunner
-from proxy.backends.runrecord import recipe_of
 from proxy.backends.runs import RunStore
 from proxy.backends.slotcache import SlotCache
 from proxy.backends.stocktaking import take_stock
@@ -184,7 +183,7 @@ class Fleet(FleetView):
             self._verify,
             runs=self._runs,
             room=self._room,
-            slots=SlotCache(self._state, name, recipe_of(model, self._engine)) if keeps_slots else None,
+            slots=SlotCache(self._state, name, model, self._engine) if keeps_slots else None,
             host=self._hosting.keeper(model),
             lookup=self._lookup,
             granted=self._requests.granted,

@@ -136,7 +136,8 @@ class ModelRunner(Sight):
             # the next start could not use them
             return 0
         with live.excused():
-            return await cache.save(live.running.client, live.running.info)
+            run = live.running.run
+            return await cache.save(live.running.client, live.running.info, run.files if run else "")
 
     def refit(self, recipe: Recipe, *, shaped: bool) -> None:
         """Take another configuration; who follows the log goes on following it.

@@ -2,6 +2,9 @@
 
 Off unless a model asks for it (`slot_cache`): a long context takes gigabytes on disk. A failure costs the cache and
 nothing else: it is said in the log, and the prompt is simply read again.
+
+What is saved belongs to one configuration, one build and the very files that the model was read from: given to other
+weights of the same shape it would be taken, and answers would be wrong without an error.
 """
 
 import asyncio
@@ -13,7 +16,10 @@ from typing import Any, Final
 import orjson
 
 from proxy import logs
+from proxy.backends import modelfile
 from proxy.backends.client import EngineClient
+from proxy.backends.runrecord import recipe_of
+from proxy.settings import Engine, Model
 from proxy.state import StateDir, file_name
 from proxy.types import EngineInfo
 from proxy.upstream import UpstreamDied, UpstreamRequest
@@ -27,13 +33,20 @@ _log = logs.get("backends")
 
 
 class SlotCache:
-    """One model's saved slots. `recipe` is the fingerprint of the configuration that they belong to."""
+    """One model's saved slots, of this configuration."""
 
-    def __init__(self, state: StateDir, model: str, recipe: str) -> None:
+    def __init__(self, state: StateDir, name: str, model: Model, defaults: Engine) -> None:
         self._state = state
-        self._model = model
-        self._recipe = recipe
-        self._index = f"{FOLDER}/{file_name(model)[:100]}.json"
+        self._model = name
+        self._recipe = recipe_of(model, defaults)
+        self._path = model.path or Path()
+        self._words = (*defaults.args, *model.args, *defaults.env.values(), *model.env.values())
+        self._base = model.cwd or Path()
+        self._index = f"{FOLDER}/{file_name(name)[:100]}.json"
+
+    async def files(self) -> str:
+        """Return what tells the model's files as they are now from others; take it before an engine is started."""
+        return await asyncio.to_thread(modelfile.identity, self._path, self._words, self._base)
 
     def folder(self) -> Path | None:
         """Return the folder that the engine gets as `--slot-save-path`, None where nothing can be kept."""
@@ -48,8 +61,15 @@ class SlotCache:
             return None
         return folder
 
-    async def save(self, client: EngineClient, info: EngineInfo) -> int:
-        """Save every slot of an engine that does nothing; return how many tokens are kept."""
+    async def save(self, client: EngineClient, info: EngineInfo, files: str) -> int:
+        """Save every slot of an engine that does nothing; return how many tokens are kept.
+
+        `files` are what they were before it was started: when they are others now, nothing is worth keeping.
+        """
+        if not files or files != await self.files():
+            _log.info("slots not saved: the model's files have changed", model=self._model)
+            await asyncio.to_thread(self._discard)
+            return 0
         kept: dict[str, int] = {}
         try:
             async with asyncio.timeout(SAVE_S):
@@ -61,7 +81,7 @@ class SlotCache:
             _log.warning(
                 "slots were not all saved", model=self._model, error=str(error) or "it took too long"
             )
-        data = {"recipe": self._recipe, "build": info.build, "slots": kept}
+        data = {"recipe": self._recipe, "build": info.build, "files": files, "slots": kept}
         problem = (
             "" if not kept else await asyncio.to_thread(self._state.write, self._index, data, durable=False)
         )
@@ -72,8 +92,11 @@ class SlotCache:
         _log.info("slots saved", model=self._model, slots=len(kept), tokens=sum(kept.values()))
         return sum(kept.values())
 
-    async def restore(self, client: EngineClient, info: EngineInfo) -> int:
-        """Give an engine that has just become ready its slots back; return how many tokens it has now."""
+    async def restore(self, client: EngineClient, info: EngineInfo, files: str) -> int:
+        """Give an engine that has just become ready its slots back; return how many tokens it has now.
+
+        `files` are what they were before it was started: others by now may be the ones that it has read.
+        """
         saved = await asyncio.to_thread(self._state.read, self._index, _decode)
         if not saved:
             # of a save that was not finished
@@ -81,7 +104,12 @@ class SlotCache:
             return 0
         tokens = 0
         try:
-            if (saved["recipe"], saved["build"]) == (self._recipe, info.build):
+            now = (self._recipe, info.build, files)
+            if (
+                files
+                and (saved["recipe"], saved["build"], saved["files"]) == now
+                and files == await self.files()
+            ):
                 async with asyncio.timeout(RESTORE_S):
                     for slot in saved["slots"]:
                         answer = await _act(client, int(slot), "restore")
@@ -124,5 +152,6 @@ def _decode(data: Any) -> dict[str, Any]:
     return {
         "recipe": str(data["recipe"]),
         "build": str(data["build"]),
+        "files": str(data.get("files", "")),
         "slots": {str(int(slot)): int(tokens) for slot, tokens in data["slots"].items()},
     }

@@ -1,5 +1,6 @@
 """Another configuration for a model at work: what its generation was started from stays its own."""
 
+import os
 import shutil
 from pathlib import Path
 
@@ -72,6 +73,35 @@ async def test_what_slots_hold_is_never_given_to_another_model(fleets, engine_bi
     await fleet.load("m")
     warm, same = await ask(fleet)
     assert warm > 200 and same == text
+
+
+@engine
+async def test_a_model_file_that_was_replaced_finds_no_old_slots(fleets, engine_binary, mid_model, tmp_path):
+    """Other weights at the same path, put there while it was down or while it ran: nothing stale is restored."""
+    path, other = tmp_path / "m.gguf", twin(mid_model, tmp_path / "other.gguf")
+    shutil.copy(mid_model, path)
+    folder = tmp_path / "state" / "slots" / "m"
+    fleet, _ = fleets(
+        {"m": {"path": path, "slot_cache": True}}, engine_binary, state=StateDir.open(tmp_path / "state")
+    )
+    await fleet.load("m")
+    _, first = await ask(fleet)
+    await unloaded(fleet)
+    assert list(folder.iterdir())
+    stat = path.stat()
+    shutil.copy(other, path)
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    await fleet.load("m")
+    again, second = await ask(fleet)
+    assert again == 0 and second != first
+    assert list(folder.iterdir()) == []
+
+    shutil.copy(mid_model, tmp_path / "next")
+    (tmp_path / "next").replace(path)
+    await unloaded(fleet)
+    assert list(folder.iterdir()) == [], "it belongs to a file that is no more"
+    await fleet.load("m")
+    assert await ask(fleet) == (0, first)
 
 
 @engine
