@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from typing import Any, Final, Protocol
 
 from proxy import logs
@@ -11,6 +12,7 @@ from proxy.backends.gatekeeper import Gatekeeper
 from proxy.backends.gates import GateMode
 from proxy.backends.jobs import Job
 from proxy.backends.runner import ModelRunner
+from proxy.backends.slotcache import SlotCache
 from proxy.backends.views import Then
 from proxy.metrics import Metrics
 from proxy.settings import Model
@@ -82,13 +84,16 @@ class Refits:
         runner = self._runners[name]
         self._models[name] = model
         self._set_ttl(name, model.ttl_s)
-        runner.refit(self._recipe(name, model), shaped=restart)
+        recipe = self._recipe(name, model)
+        stale = runner.refit(recipe, shaped=restart)
         _log.info("model changed", model=name, restart=restart)
         if not restart or runner.life.operational in (ModelState.UNLOADED, ModelState.FAILED):
+            if stale is not None:
+                self._task(_drop(stale, recipe), name)
             return None
         reason = "its configuration changed"
         job = self._unload(name, then=Then.OPEN, reason=reason, mode="hold", audit=audit, cause=Cause.RELOAD)
-        self._task(self._load_again(name, job), name)
+        self._task(self._load_again(name, job, stale, recipe), name)
         return job
 
     def retire(self, name: str, gone: Callable[[str], None], audit: Audit = NOBODY) -> Job:
@@ -96,22 +101,30 @@ class Refits:
 
         `gone` is told when no request may come any more; its metrics end after that.
         """
-        reason = "it was removed from the configuration"
+        reason, runner = "it was removed from the configuration", self._runners[name]
+        nothing_kept = replace(self._recipe(name, self._models[name]), slots=None)
+        stale = runner.refit(nothing_kept, shaped=True)
         job = self._unload(
             name, then=Then.BLOCK, reason=reason, mode="reject", audit=audit, cause=Cause.RELOAD
         )
-        self._task(self._forget(name, job, gone), name)
+        self._task(self._forget(name, job, gone, stale), name)
         return job
 
-    async def _load_again(self, name: str, job: Job) -> None:
+    async def _load_again(self, name: str, job: Job, stale: SlotCache | None, recipe: Recipe) -> None:
         await self._ended(job)
+        # not before: an unload that was under way may have been saving
+        await _drop(stale, recipe)
         self._load(name)
 
-    async def _forget(self, name: str, job: Job, gone: Callable[[str], None]) -> None:
+    async def _forget(
+        self, name: str, job: Job, gone: Callable[[str], None], stale: SlotCache | None
+    ) -> None:
         await self._ended(job)
         runner = self._runners[name]
         await runner.ask_stop(Cause.RELOAD, 0)
         await runner.close()
+        if stale is not None:
+            await stale.abandon()
         gone(name)
         del self._runners[name]
         del self._models[name]
@@ -140,3 +153,9 @@ class Refits:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             _log.error("a change of models failed", task=task.get_name(), exc_info=error)
+
+
+async def _drop(stale: SlotCache | None, recipe: Recipe) -> None:
+    """Remove saved slots that are of no use to the next start."""
+    if stale is not None:
+        await (stale.abandon() if recipe.slots is None else stale.discard())

@@ -45,6 +45,7 @@ from proxy.backends.replicas import Replicas
 from proxy.backends.runrecord import RunRecord
 from proxy.backends.serving import Serving
 from proxy.backends.sight import Sight, kind_of
+from proxy.backends.slotcache import SlotCache
 from proxy.backends.views import FleetObserver
 from proxy.backends.voice import Voice
 from proxy.clock import Clock
@@ -139,16 +140,19 @@ class ModelRunner(Sight):
             run = live.running.run
             return await cache.save(live.running.client, live.running.info, run.files if run else "")
 
-    def refit(self, recipe: Recipe, *, shaped: bool) -> None:
+    def refit(self, recipe: Recipe, *, shaped: bool) -> SlotCache | None:
         """Take another configuration; who follows the log goes on following it.
 
         `shaped`: it differs in what shapes the process or the way to it. It is one for starts from now on then, and
-        what serves keeps the one that it was started from.
+        what serves keeps the one that it was started from. Returns what was kept for the next start and is of no use
+        to it now.
         """
-        self._recipe = replace(recipe, feed=self._recipe.feed)
+        before, self._recipe = self._recipe, replace(recipe, feed=self._recipe.feed)
+        self._grace_s = recipe.model.stop.grace_s
         if not shaped and self._live is not None:
             self._live.refit(self._recipe)
-        self._grace_s = recipe.model.stop.grace_s
+        useful = recipe.slots is not None and recipe.fingerprint == before.fingerprint
+        return None if useful else before.slots
 
     def set_admin(self, admin: AdminState, reason: str) -> None:
         """Change the administrative axis."""

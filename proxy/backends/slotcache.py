@@ -9,7 +9,7 @@ weights of the same shape it would be taken, and answers would be wrong without 
 
 import asyncio
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Container, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -42,7 +42,8 @@ class SlotCache:
         self._path = model.path or Path()
         self._words = (*defaults.args, *model.args, *defaults.env.values(), *model.env.values())
         self._base = model.cwd or Path()
-        self._index = f"{FOLDER}/{file_name(name)[:100]}.json"
+        self._stem = _stem(name)
+        self._index = f"{FOLDER}/{self._stem}.json"
 
     async def files(self) -> str:
         """Return what tells the model's files as they are now from others; take it before an engine is started."""
@@ -53,7 +54,7 @@ class SlotCache:
         above = self._state.folder(FOLDER)
         if above is None:
             return None
-        folder = above / file_name(self._model)[:100]
+        folder = above / self._stem
         try:
             folder.mkdir(exist_ok=True, mode=0o700)
         except OSError as error:
@@ -68,7 +69,7 @@ class SlotCache:
         """
         if not files or files != await self.files():
             _log.info("slots not saved: the model's files have changed", model=self._model)
-            await asyncio.to_thread(self._discard)
+            await self.discard()
             return 0
         kept: dict[str, int] = {}
         try:
@@ -87,7 +88,7 @@ class SlotCache:
         )
         if problem or not kept:
             # a full disk must not be left fuller
-            await asyncio.to_thread(self._discard)
+            await self.discard()
             return 0
         _log.info("slots saved", model=self._model, slots=len(kept), tokens=sum(kept.values()))
         return sum(kept.values())
@@ -100,7 +101,7 @@ class SlotCache:
         saved = await asyncio.to_thread(self._state.read, self._index, _decode)
         if not saved:
             # of a save that was not finished
-            await asyncio.to_thread(self._discard)
+            await self.discard()
             return 0
         tokens = 0
         try:
@@ -119,16 +120,52 @@ class SlotCache:
             _log.warning(
                 "slots were not all restored", model=self._model, error=str(error) or "it took too long"
             )
-        await asyncio.to_thread(self._discard)
+        await self.discard()
         return tokens
 
-    def _discard(self) -> None:
+    async def discard(self) -> None:
         """Remove what was saved; the folder stays, an engine may have been told to use it."""
+        await asyncio.to_thread(self._discard)
+
+    async def abandon(self) -> None:
+        """Remove what was saved and the folder: nothing will be saved there."""
+        await asyncio.to_thread(_remove, self._state, self._stem)
+
+    def _discard(self) -> None:
         self._state.remove(self._index)
         folder = self.folder()
         with contextlib.suppress(OSError):
             for file in folder.iterdir() if folder is not None else ():
                 file.unlink()
+
+
+async def sweep(state: StateDir, models: Iterable[str]) -> None:
+    """Remove what was saved for any but these models: the configuration may have changed while no proxy ran."""
+    await asyncio.to_thread(_sweep, state, {_stem(name) for name in models})
+
+
+def _sweep(state: StateDir, kept: Container[str]) -> None:
+    folder = state.path / FOLDER if state.path is not None else None
+    with contextlib.suppress(OSError):
+        for stem in {file.name.partition(".")[0] for file in folder.iterdir()} if folder is not None else ():
+            if stem and stem not in kept:
+                _log.info("saved slots removed", of=stem)
+                _remove(state, stem)
+
+
+def _stem(model: str) -> str:
+    return file_name(model)[:100]
+
+
+def _remove(state: StateDir, stem: str) -> None:
+    state.remove(f"{FOLDER}/{stem}.json")
+    if state.path is None:
+        return
+    folder = state.path / FOLDER / stem
+    with contextlib.suppress(OSError):
+        for file in folder.iterdir():
+            file.unlink()
+        folder.rmdir()
 
 
 async def _act(client: EngineClient, slot: int, action: str) -> Mapping[str, Any]:

@@ -105,6 +105,72 @@ async def test_a_model_file_that_was_replaced_finds_no_old_slots(fleets, engine_
 
 
 @engine
+@pytest.mark.parametrize("loaded", [True, False], ids=["loaded", "unloaded"])
+async def test_slots_that_nobody_can_use_leave_the_disk(fleets, engine_binary, mid_model, tmp_path, loaded):
+    """Other arguments, `slot_cache` off, or the model removed: nothing is saved for that, and what was saved goes."""
+    slots = tmp_path / "state" / "slots"
+    fleet, _ = fleets(
+        {"m": {"path": mid_model, "slot_cache": True}}, engine_binary, state=StateDir.open(tmp_path / "state")
+    )
+
+    async def at_work():
+        await fleet.load("m")
+        await ask(fleet)
+        if not loaded:
+            await unloaded(fleet)
+            assert list(slots.glob("m/*")) and list(slots.glob("*.json"))
+        fleet._runner("m").save_slots, saves = counting(fleet._runner("m").save_slots)
+        return saves
+
+    async def settled(saves):
+        await eventually(lambda: not fleet.refits.busy, LONG_S)
+        assert not any(saves) and not list(slots.glob("*/*")) and not list(slots.glob("*.json"))
+
+    saves = await at_work()
+    change(fleet, args=["-b", "256"])
+    await settled(saves)
+    assert (slots / "m").is_dir(), "an engine may have been told to use it"
+    saves = await at_work()
+    change(fleet, slot_cache=False)
+    await settled(saves)
+    assert list(slots.iterdir()) == []
+    change(fleet, slot_cache=True)
+    await eventually(lambda: not fleet.refits.busy, LONG_S)
+    await unloaded(fleet)
+    saves = await at_work()
+    fleet.refits.retire("m", lambda _: None)
+    await settled(saves)
+    assert list(slots.iterdir()) == []
+
+
+def counting(save):
+    """Return the same, and what it returned."""
+    saved = []
+
+    async def counted():
+        saved.append(await save())
+        return saved[-1]
+
+    return counted, saved
+
+
+async def test_slots_of_models_that_went_while_no_proxy_ran_leave_the_disk(fleets, tmp_path):
+    """What an earlier proxy saved for a model that is no more, or keeps no slots now."""
+    slots = tmp_path / "slots"
+    for name in ("kept", "off", "gone"):
+        (slots / name).mkdir(parents=True)
+        (slots / name / "slot-0.bin").write_bytes(b"x")
+        (slots / f"{name}.json").write_text("{}")
+    models = {
+        name: {"path": tmp_path / "none.gguf", "slot_cache": name == "kept"} for name in ("kept", "off")
+    }
+    fleet, _ = fleets(models, state=StateDir.open(tmp_path))
+    await fleet.start()
+    assert sorted(path.name for path in slots.iterdir()) == ["kept", "kept.json"]
+    assert list(slots.glob("kept/*"))
+
+
+@engine
 async def test_memory_is_learnt_for_what_held_it(fleets, engine_binary, mid_model, zoo, tmp_path):
     """A reload to a small model: what the large one took is not taken for its own."""
     small = tmp_path / "small.gguf"
