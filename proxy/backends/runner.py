@@ -29,6 +29,7 @@ from proxy.backends.lifecycle import (
     LoadFailed,
     LoadRefused,
     Moved,
+    Reshaped,
     RetryDue,
     RetryPlanned,
     Started,
@@ -149,7 +150,9 @@ class ModelRunner(Sight):
         """
         before, self._recipe = self._recipe, replace(recipe, feed=self._recipe.feed)
         self._grace_s = recipe.model.stop.grace_s
-        if not shaped and self._live is not None:
+        if shaped:
+            self._post(Reshaped())
+        elif self._live is not None:
             self._live.refit(self._recipe)
         useful = recipe.slots is not None and recipe.fingerprint == before.fingerprint
         return None if useful else before.slots
