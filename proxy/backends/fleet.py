@@ -264,6 +264,7 @@ class Fleet(FleetView):
         self._runner(model)
         if self._stopping:
             raise ProxyError(ErrorCode.SHUTTING_DOWN, "the proxy is shutting down")
+        self.refits.wish(model, loaded=True)
         return self._loads.begin(model, cause, audit)
 
     # -- unloads ----------------------------------------------------------------------------------------
@@ -325,6 +326,8 @@ class Fleet(FleetView):
         cause: Cause,
     ) -> Job:
         self._runner(model)
+        if kind is JobKind.UNLOAD and cause is not Cause.RELOAD:
+            self.refits.wish(model, loaded=False)
         return self._unloads.begin(
             model,
             kind=kind,
@@ -351,6 +354,7 @@ class Fleet(FleetView):
         one. `then` block leaves the gate blocked with `reason` and `mode`; open opens it, whatever it was.
         """
         self._runner(model)
+        self.refits.wish(model, loaded=False)
         return await self._unloads.force(model, then=then, reason=reason, mode=mode, audit=audit)
 
     async def reconcile(self, model: str) -> ReconcileReport:

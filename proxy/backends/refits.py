@@ -56,6 +56,8 @@ class Refits:
         self._unload = unload
         self._metrics = metrics
         self._tasks: set[asyncio.Task[None]] = set()
+        self._down: set[str] = set()
+        """Models that somebody else wants to be unloaded, as far as is known since their last change."""
 
     @property
     def busy(self) -> bool:
@@ -93,8 +95,13 @@ class Refits:
             return None
         reason = "its configuration changed"
         job = self._unload(name, then=Then.OPEN, reason=reason, mode="hold", audit=audit, cause=Cause.RELOAD)
+        self.wish(name, loaded=job.cause is Cause.RELOAD)
         self._task(self._load_again(name, job, stale, recipe), name)
         return job
+
+    def wish(self, name: str, *, loaded: bool) -> None:
+        """Note what others want of a model: one that they wanted down is not loaded again for its change."""
+        (self._down.discard if loaded else self._down.add)(name)
 
     def retire(self, name: str, gone: Callable[[str], None], audit: Audit = NOBODY) -> Job:
         """Let a model go for good: it drains (the job), refuses newcomers meanwhile, and is forgotten.
@@ -114,7 +121,8 @@ class Refits:
         await self._ended(job)
         # not before: an unload that was under way may have been saving
         await _drop(stale, recipe)
-        self._load(name)
+        if name not in self._down:
+            self._load(name)
 
     async def _forget(
         self, name: str, job: Job, gone: Callable[[str], None], stale: SlotCache | None
@@ -128,6 +136,7 @@ class Refits:
         gone(name)
         del self._runners[name]
         del self._models[name]
+        self._down.discard(name)
         self._set_ttl(name, None)
         self._gates.forget(name)
         self._metrics.forget_model(name)

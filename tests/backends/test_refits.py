@@ -1,7 +1,9 @@
 """Another configuration for a model at work: what its generation was started from stays its own."""
 
+import asyncio
 import os
 import shutil
+import signal
 from pathlib import Path
 
 import orjson
@@ -10,10 +12,11 @@ import pytest
 from proxy.backends.jobs import JobState
 from proxy.backends.memory import Pool
 from proxy.backends.room import Room
+from proxy.errors import ProxyError
 from proxy.settings import Engine, Memory, Model
 from proxy.state import StateDir
-from proxy.types import ModelState
-from tests.backends.conftest import completion, eventually
+from proxy.types import Cause, ModelState
+from tests.backends.conftest import ALONE, ENDLESS, SMALL, completion, eventually
 
 LONG_S = 120.0
 """For what takes a few seconds on an idle machine."""
@@ -29,12 +32,12 @@ def twin(path: Path, into: Path) -> Path:
     return into
 
 
-def change(fleet, *, restart=True, **fields):
+def change(fleet, *, shaped=True, **fields):
     """Give the model `m` other fields, as a reload does."""
     before = fleet._catalog.model("m")
     after = Model.model_validate({**before.model_dump(exclude_unset=True), **fields})
     fleet._catalog.replace({"m": after})
-    return fleet.refits.change("m", after, restart=restart)
+    return fleet.refits.change("m", after, restart=shaped)
 
 
 async def reloaded(fleet, **fields):
@@ -200,3 +203,77 @@ def test_a_resident_counts_with_what_it_was_started_from():
     room.open({"m": Tenant()})
     [resident] = room._residents()
     assert resident.need == {Pool.RAM: 70} and room.need("m") == {Pool.RAM: 1}
+
+
+@engine
+async def test_what_others_wanted_down_is_not_loaded_again(fleets, engine_binary, mid_model):
+    """A reload's unload loads again; not where somebody else began it, joined it, or forced the model out meanwhile."""
+    fleet, seen = fleets({"m": {"path": mid_model}}, engine_binary, engine_args=(*SMALL, *ALONE))
+
+    async def drains(begin):
+        """Return the job that `begin` sets going while a request runs, and how to let that one go."""
+        await fleet.load("m")
+        exchange = await fleet.upstream(fleet.key("m")).open(completion(ENDLESS))
+        return begin(), exchange.close
+
+    async def over(job, let_go):
+        let_go()
+        await fleet.jobs.wait(job.id, LONG_S)
+        await eventually(lambda: not fleet.refits.busy, LONG_S)
+
+    def operator():
+        return fleet.begin_unload("m", deadline_s=LONG_S)
+
+    batch = iter(range(100, 200))
+
+    def reload():
+        return change(fleet, args=["-b", str(next(batch))])
+
+    job, let_go = await drains(reload)
+    await over(job, let_go)
+    await eventually(lambda: fleet.key("m") is not None, LONG_S)
+    for first, then in ((operator, reload), (reload, operator)):
+        job, let_go = await drains(first)
+        assert then().id == job.id
+        await over(job, let_go)
+        assert fleet.status("m").state == "unloaded"
+    job, _ = await drains(reload)
+    await fleet.force("m")
+    await over(job, lambda: None)
+    assert fleet.status("m").state == "unloaded"
+    job, let_go = await drains(reload)
+    assert operator().id == job.id
+    fleet.begin_load("m")
+    await over(job, let_go)
+    await eventually(lambda: fleet.key("m") is not None and fleet.key("m").generation > 9, LONG_S)
+    assert ("m", "unloaded", "starting", "request") not in seen.of("state")
+
+
+@engine
+async def test_a_reload_that_mends_a_model_is_tried_at_once(fleets, engine_binary, mid_model, tmp_path):
+    """Failures of the old configuration are no reason to make a request of the new one wait."""
+    bad = tmp_path / "none.gguf"
+    patient = {"first_s": 600, "max_s": 600}
+    fleet, _ = fleets({"m": {"path": bad, "restart": patient}}, engine_binary)
+    for _ in range(2):
+        with pytest.raises(ProxyError):
+            await fleet.load("m")
+    status = fleet.status("m")
+    assert status.strikes == 2 and status.retry_at is not None
+    change(fleet, shaped=False, ttl_s=9)
+    with pytest.raises(ProxyError, match="600|later|again"):
+        await fleet.load("m", Cause.REQUEST)
+    assert change(fleet, path=mid_model) is None
+    assert fleet.status("m").strikes == 0
+    await asyncio.wait_for(fleet.load("m", Cause.REQUEST), LONG_S)
+
+    path = tmp_path / "m.gguf"
+    shutil.copy(mid_model, path)
+    await reloaded(fleet, path=path)
+    pid = fleet.status("m").pid
+    path.unlink()
+    os.kill(pid, signal.SIGKILL)
+    await eventually(lambda: fleet.status("m").restart and fleet.status("m").strikes == 2, LONG_S)
+    assert change(fleet, path=mid_model) is None
+    await eventually(lambda: fleet.status("m").state == "ready", LONG_S)
+    assert fleet.status("m").strikes == 0
