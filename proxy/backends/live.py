@@ -65,6 +65,7 @@ class Live:
 
     def refit(self, recipe: Recipe) -> None:
         self.recipe = recipe
+        self.sentinel.go_by(_rules(recipe, self.running.info))
 
     def begin(self) -> None:
         self._voice.ready(self.key, self.running.info)
