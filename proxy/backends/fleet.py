@@ -169,6 +169,7 @@ class Fleet(FleetView):
             recipe=self._recipe,
             load=lambda name: self.request_load(name, Cause.RELOAD),
             unload=self.begin_unload,
+            settled=self._requests.settled,
             metrics=metrics,
         )
 

@@ -1,7 +1,7 @@
 """Changes the models of a running fleet: takes new ones in, gives others another configuration, lets some go."""
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import replace
 from typing import Any, Final, Protocol
 
@@ -19,6 +19,8 @@ from proxy.settings import Model
 from proxy.types import NOBODY, Audit, Cause, ModelState
 
 LOOK_S: Final = 60.0
+SETTLE_S: Final = 10.0
+"""How long requests of a removed model may take to write their last words."""
 _log = logs.get("backends")
 
 
@@ -45,6 +47,7 @@ class Refits:
         recipe: Callable[[str, Model], Recipe],
         load: Callable[[str], None],
         unload: Unload,
+        settled: Callable[[str, float], Awaitable[bool]],
         metrics: Metrics,
     ) -> None:
         self._models, self._runners, self._ttl_s = models, runners, ttl_s
@@ -54,6 +57,7 @@ class Refits:
         self._recipe = recipe
         self._load = load
         self._unload = unload
+        self._settled = settled
         self._metrics = metrics
         self._tasks: set[asyncio.Task[None]] = set()
         self._down: set[str] = set()
@@ -139,8 +143,11 @@ class Refits:
         self._down.discard(name)
         self._set_ttl(name, None)
         self._gates.forget(name)
-        self._metrics.forget_model(name)
         await self._gates.save()
+        if not await self._settled(name, SETTLE_S):
+            _log.warning("requests of a removed model have not ended", model=name, waited_s=SETTLE_S)
+        # not before: who ends is counted
+        self._metrics.forget_model(name)
         _log.info("model removed", model=name)
 
     async def _ended(self, job: Job) -> None:

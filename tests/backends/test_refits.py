@@ -1,5 +1,7 @@
 """Another configuration for a model at work: what its generation was started from stays its own."""
 
+# ruff: noqa: F811 - fixtures of another module
+
 import asyncio
 import os
 import shutil
@@ -9,14 +11,17 @@ from pathlib import Path
 import orjson
 import pytest
 
+from proxy.admission import TicketSpec
+from proxy.backends import refits
 from proxy.backends.jobs import JobState
 from proxy.backends.memory import Pool
 from proxy.backends.room import Room
 from proxy.errors import ProxyError
 from proxy.settings import Engine, Memory, Model
 from proxy.state import StateDir
-from proxy.types import Cause, ModelState
+from proxy.types import Cause, ModelState, Outcome
 from tests.backends.conftest import ALONE, ENDLESS, SMALL, completion, eventually
+from tests.backends.test_control import worlds  # noqa: F401 - a fixture
 
 LONG_S = 120.0
 """For what takes a few seconds on an idle machine."""
@@ -277,3 +282,36 @@ async def test_a_reload_that_mends_a_model_is_tried_at_once(fleets, engine_binar
     assert change(fleet, path=mid_model) is None
     await eventually(lambda: fleet.status("m").state == "ready", LONG_S)
     assert fleet.status("m").strikes == 0
+
+
+@engine
+async def test_series_of_a_removed_model_end_after_its_last_request(
+    worlds, engine_binary, mid_model, monkeypatch
+):
+    """A request that was cut and still writes to its client is counted before the model's series are dropped."""
+    monkeypatch.setattr(refits, "SETTLE_S", LONG_S)
+    world = worlds({"m": {"path": mid_model, "stop": {"drain_s": 0}}}, engine_binary)
+    fleet, gone = world.fleet, []
+    await fleet.load("m")
+    ticket = world.admission.submit(
+        TicketSpec(
+            id="slow", model="m", key="k", priority=0, priority_name="normal", tasks=1, stream=True, body_bytes=10,
+            endpoint="/completion",
+        )
+    )  # fmt: skip
+    await ticket.granted()
+
+    def drop(name):
+        gone.append(name)
+        world.admission.drop_model(name)
+
+    fleet.refits.retire("m", drop)
+    await eventually(lambda: gone and not fleet._runners, LONG_S)
+    error = await asyncio.wait_for(asyncio.shield(ticket.ended), LONG_S)
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert fleet.refits.busy, "it did not wait for the request"
+    world.metrics.upstream_errors.labels("m", "mid_body").inc()
+    ticket.release(Outcome.FAILED, error.code.value)
+    await eventually(lambda: not fleet.refits.busy, LONG_S)
+    assert 'model="m"' not in world.metrics.text().decode()
