@@ -17,18 +17,17 @@ import orjson
 
 from proxy import logs
 from proxy.backends import modelfile
-from proxy.backends.client import EngineClient
+from proxy.backends.client import EngineClient, ProbeError
 from proxy.backends.runrecord import recipe_of
 from proxy.settings import Engine, Model
 from proxy.state import StateDir, file_name
 from proxy.types import EngineInfo
-from proxy.upstream import UpstreamDied, UpstreamRequest
+from proxy.upstream import UpstreamRequest
 
 FOLDER: Final = "slots"
 SAVE_S: Final = 60.0
 RESTORE_S: Final = 60.0
 """For all slots of a model together."""
-_ANSWER_BYTES: Final = 1 << 20
 _log = logs.get("backends")
 
 
@@ -75,10 +74,10 @@ class SlotCache:
         try:
             async with asyncio.timeout(SAVE_S):
                 for slot in range(info.slots):
-                    answer = await _act(client, slot, "save")
+                    answer = await _act(client, slot, "save", SAVE_S)
                     if int(answer.get("n_saved") or 0) > 0:
                         kept[str(slot)] = int(answer["n_saved"])
-        except (TimeoutError, UpstreamDied, ValueError) as error:
+        except (TimeoutError, ProbeError, ValueError) as error:
             _log.warning(
                 "slots were not all saved", model=self._model, error=str(error) or "it took too long"
             )
@@ -113,10 +112,10 @@ class SlotCache:
             ):
                 async with asyncio.timeout(RESTORE_S):
                     for slot in saved["slots"]:
-                        answer = await _act(client, int(slot), "restore")
+                        answer = await _act(client, int(slot), "restore", RESTORE_S)
                         tokens += int(answer.get("n_restored") or 0)
                 _log.info("slots restored", model=self._model, tokens=tokens)
-        except (TimeoutError, UpstreamDied, ValueError) as error:
+        except (TimeoutError, ProbeError, ValueError) as error:
             _log.warning(
                 "slots were not all restored", model=self._model, error=str(error) or "it took too long"
             )
@@ -168,18 +167,15 @@ def _remove(state: StateDir, stem: str) -> None:
         folder.rmdir()
 
 
-async def _act(client: EngineClient, slot: int, action: str) -> Mapping[str, Any]:
-    """Ask the engine to save or restore one slot. Raises `UpstreamDied`, or `ValueError` with its words."""
+async def _act(client: EngineClient, slot: int, action: str, timeout_s: float) -> Mapping[str, Any]:
+    """Ask the engine to save or restore one slot. Raises `ProbeError`, or `ValueError` with its words."""
     body = orjson.dumps({"filename": f"slot-{slot}.bin"})
     headers = (("Content-Type", "application/json"),)
-    exchange = await client.open(UpstreamRequest("POST", f"/slots/{slot}?action={action}", headers, body))
-    try:
-        raw = await exchange.read(_ANSWER_BYTES)
-        if exchange.head.status != 200:
-            raise ValueError(f"{action} of slot {slot}: {raw[:200].decode('utf-8', 'replace')}")
-        answer = orjson.loads(raw)
-    finally:
-        exchange.close()
+    request = UpstreamRequest("POST", f"/slots/{slot}?action={action}", headers, body)
+    asked = await client.ask(request, timeout_s)
+    if asked.status != 200:
+        raise ValueError(f"{action} of slot {slot}: {asked.body[:200].decode('utf-8', 'replace')}")
+    answer = orjson.loads(asked.body)
     if not isinstance(answer, dict):
         raise ValueError(f"{action} of slot {slot}: no object")  # noqa: TRY004 - one error for bad answers
     return answer

@@ -183,6 +183,9 @@ async def test_a_slow_disk_is_no_wedge_while_slots_are_saved(ready, tmp_path):
     mirror = it.fleet._runner("m")._live.mirror
     await eventually(lambda: mirror.silent_polls >= 4, SOON_S)
     assert it.fleet.jobs.get(job.id).progress.stage == "saving"
+    report = await it.fleet.reconcile("m")
+    assert report.clean, "the proxy's own order is no request that was lost"
+    assert it.fleet.would_cut("m").exchanges == 0
     it.hang.unlink()
     assert (await it.fleet.jobs.wait(job.id, SOON_S)).state == "done"
     assert counted(it.metrics, "wedges") == 0 and ("m", "ready", "failed", "wedge") not in it.seen.of("state")
