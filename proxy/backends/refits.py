@@ -21,6 +21,7 @@ from proxy.types import NOBODY, Audit, Cause, ModelState
 LOOK_S: Final = 60.0
 SETTLE_S: Final = 10.0
 """How long requests of a removed model may take to write their last words."""
+_NOTHING_TO_DRAIN: Final = (ModelState.UNLOADED, ModelState.FAILED, ModelState.STOPPING)
 _log = logs.get("backends")
 
 
@@ -93,7 +94,7 @@ class Refits:
         recipe = self._recipe(name, model)
         stale = runner.refit(recipe, shaped=restart)
         _log.info("model changed", model=name, restart=restart)
-        if not restart or runner.life.operational in (ModelState.UNLOADED, ModelState.FAILED):
+        if not restart or runner.life.operational in _NOTHING_TO_DRAIN:
             if stale is not None:
                 self._task(_drop(stale, recipe), name)
             return None

@@ -82,6 +82,8 @@ class ModelRunner(Sight):
         self._loss: ProxyError | None = None
         self._farewell: ProxyError | None = None
         self._left: RunRecord | None = None
+        self._shape = 0
+        """How often what shapes the process was changed."""
         self._numbers = count(1)
         """Generations of engines behind a name: each that joins gets the next."""
 
@@ -151,6 +153,7 @@ class ModelRunner(Sight):
         before, self._recipe = self._recipe, replace(recipe, feed=self._recipe.feed)
         self._grace_s = recipe.model.stop.grace_s
         if shaped:
+            self._shape += 1
             self._post(Reshaped())
         elif self._live is not None:
             self._live.refit(self._recipe)
@@ -239,7 +242,7 @@ class ModelRunner(Sight):
 
     async def _load(self, generation: int, progress: Progress) -> Running | None:
         """Get a backend ready. Returns it when it came too late: a stop is waiting to clear it away."""
-        began, recipe = self._clock(), self._recipe
+        began, recipe, shape = self._clock(), self._recipe, self._shape
         error: ProxyError | None = None
         running: Running | None = None
         try:
@@ -258,7 +261,8 @@ class ModelRunner(Sight):
         outcome = "failed" if error else "ready"
         self._metrics.load_seconds.labels(self.name, outcome).observe(self._clock() - began)
         if running is not None:
-            self._arrived(generation, running, recipe)
+            # what shapes nothing may have changed meanwhile, and holds
+            self._arrived(generation, running, self._recipe if shape == self._shape else recipe)
         elif error is not None:
             self._failure = error
             if error.code is ErrorCode.IDENTITY_MISMATCH:

@@ -179,6 +179,39 @@ async def test_slots_of_models_that_went_while_no_proxy_ran_leave_the_disk(fleet
 
 
 @engine
+async def test_slots_of_an_engine_that_was_taken_over_are_kept_as_well(
+    fleets, engine_binary, mid_model, tmp_path
+):
+    """What its files were is known from the record of its start: replaced since then, nothing is saved."""
+    path, state = tmp_path / "m.gguf", tmp_path / "state"
+    shutil.copy(mid_model, path)
+    models = {"m": {"path": path, "slot_cache": True, "on_proxy_exit": "keep"}}
+
+    async def taken_over(first):
+        await ask(first)
+        pid = first.status("m").pid
+        await first.stop(6)
+        second, _ = fleets(models, engine_binary, state=StateDir.open(state))
+        await second.start()
+        await eventually(lambda: second.key("m") is not None, LONG_S)
+        assert second.status("m").pid == pid
+        return second
+
+    fleet, _ = fleets(models, engine_binary, state=StateDir.open(state))
+    await fleet.load("m")
+    fleet = await taken_over(fleet)
+    await unloaded(fleet)
+    await fleet.load("m")
+    assert (await ask(fleet))[0] > 200
+    fleet = await taken_over(fleet)
+    os.utime(path)
+    await unloaded(fleet)
+    await fleet.load("m")
+    assert (await ask(fleet))[0] == 0
+    await fleet.force("m")
+
+
+@engine
 async def test_memory_is_learnt_for_what_held_it(fleets, engine_binary, mid_model, zoo, tmp_path):
     """A reload to a small model: what the large one took is not taken for its own."""
     small = tmp_path / "small.gguf"
@@ -315,3 +348,35 @@ async def test_series_of_a_removed_model_end_after_its_last_request(
     ticket.release(Outcome.FAILED, error.code.value)
     await eventually(lambda: not fleet.refits.busy, LONG_S)
     assert 'model="m"' not in world.metrics.text().decode()
+
+
+@engine
+async def test_what_changes_while_a_model_loads_holds_for_it(fleets, engine_binary, mid_model):
+    """A field that shapes nothing is no reason to load again, and the load under way was told the old value."""
+    fleet, _ = fleets({"m": {"path": mid_model, "wedge_after_s": 300}}, engine_binary)
+    fleet.begin_load("m")
+    await eventually(lambda: fleet.status("m").pid is not None, LONG_S)
+    assert fleet.key("m") is None, "it was loaded too fast: this shows nothing"
+    assert change(fleet, shaped=False, wedge_after_s=None) is None
+    await eventually(lambda: fleet.key("m") is not None, LONG_S)
+    assert fleet._runner("m")._live.sentinel._dog is None
+    assert fleet._runner("m").settings.wedge_after_s is None
+
+
+@engine
+async def test_a_change_during_a_force_loads_nothing(fleets, engine_binary, mid_model):
+    """Whoever is being forced out stays out, unless somebody asked for it since."""
+    fleet, _ = fleets({"m": {"path": mid_model}}, engine_binary)
+    for again in (False, True):
+        await fleet.load("m")
+        forced = asyncio.create_task(fleet.force("m"))
+        await eventually(lambda: fleet.status("m").state == "stopping", LONG_S, 0)
+        if again:
+            fleet.begin_load("m")
+        assert change(fleet, args=["-b", "128" if again else "256"]) is None
+        assert (await forced).clean
+        await eventually(lambda: not fleet.refits.busy, LONG_S)
+        if again:
+            await eventually(lambda: fleet.key("m") is not None, LONG_S)
+        else:
+            assert fleet.status("m").state == "unloaded"
