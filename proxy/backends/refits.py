@@ -136,8 +136,6 @@ class Refits:
         runner = self._runners[name]
         await runner.ask_stop(Cause.RELOAD, 0)
         await runner.close()
-        if stale is not None:
-            await stale.abandon()
         gone(name)
         del self._runners[name]
         del self._models[name]
@@ -145,6 +143,8 @@ class Refits:
         self._set_ttl(name, None)
         self._gates.forget(name)
         await self._gates.save()
+        if stale is not None:
+            await stale.abandon()
         if not await self._settled(name, SETTLE_S):
             _log.warning("requests of a removed model have not ended", model=name, waited_s=SETTLE_S)
         # not before: who ends is counted
