@@ -115,7 +115,7 @@ class Refits:
         """
         reason, runner = "it was removed from the configuration", self._runners[name]
         nothing_kept = replace(self._recipe(name, self._models[name]), slots=None)
-        stale = runner.refit(nothing_kept, shaped=True)
+        stale = runner.refit(nothing_kept, shaped=False)
         job = self._unload(
             name, then=Then.BLOCK, reason=reason, mode="reject", audit=audit, cause=Cause.RELOAD
         )

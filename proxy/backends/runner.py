@@ -155,7 +155,7 @@ class ModelRunner(Sight):
         if shaped:
             self._shape += 1
             self._post(Reshaped())
-        elif self._live is not None:
+        elif self._live is not None and self._live.recipe is before:
             self._live.refit(self._recipe)
         useful = recipe.slots is not None and recipe.fingerprint == before.fingerprint
         return None if useful else before.slots
