@@ -29,7 +29,7 @@ from proxy.backends.refits import Refits
 from proxy.backends.room import Room
 from proxy.backends.runner import ModelRunner
 from proxy.backends.runs import RunStore
-from proxy.backends.slotcache import SlotCache, sweep
+from proxy.backends.slotcache import cache_of, sweep
 from proxy.backends.stocktaking import take_stock
 from proxy.backends.unloads import Unloads
 from proxy.backends.views import (
@@ -60,10 +60,6 @@ def check_models(models: Mapping[str, Model], defaults: Engine) -> None:
         if model.on_proxy_exit == "keep" and elsewhere:
             raise ConfigError(f"models.{name}.on_proxy_exit: keep has no meaning with {elsewhere}; remove it")
         check(name, model, defaults)
-
-
-def _keeps_slots(model: Model) -> bool:
-    return model.slot_cache and model.path is not None
 
 
 class Fleet(FleetView):
@@ -187,7 +183,7 @@ class Fleet(FleetView):
             self._verify,
             runs=self._runs,
             room=self._room,
-            slots=SlotCache(self._state, name, model, self._engine) if _keeps_slots(model) else None,
+            slots=cache_of(self._state, name, model, self._engine),
             host=self._hosting.keeper(model),
             lookup=self._lookup,
             granted=self._requests.granted,
@@ -202,7 +198,7 @@ class Fleet(FleetView):
         """
         self.gates.restore()
         self.leases.restore()
-        await sweep(self._state, [name for name, model in self._models.items() if _keeps_slots(model)])
+        await sweep(self._state, self._models)
         await take_stock(self._runs, self._runners, self._catalog)
         for name in self._catalog.ids():
             model = self._catalog.model(name)

@@ -9,7 +9,7 @@ weights of the same shape it would be taken, and answers would be wrong without 
 
 import asyncio
 import contextlib
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -138,9 +138,18 @@ class SlotCache:
                 file.unlink()
 
 
-async def sweep(state: StateDir, models: Iterable[str]) -> None:
-    """Remove what was saved for any but these models: the configuration may have changed while no proxy ran."""
-    await asyncio.to_thread(_sweep, state, {_stem(name) for name in models})
+def cache_of(state: StateDir, name: str, model: Model, defaults: Engine) -> SlotCache | None:
+    """Return the cache of a model that wants one."""
+    return SlotCache(state, name, model, defaults) if _wanted(model) else None
+
+
+async def sweep(state: StateDir, models: Mapping[str, Model]) -> None:
+    """Remove what no model wants to be kept: the configuration may have changed while no proxy ran."""
+    await asyncio.to_thread(_sweep, state, {_stem(name) for name, model in models.items() if _wanted(model)})
+
+
+def _wanted(model: Model) -> bool:
+    return model.slot_cache and model.path is not None
 
 
 def _sweep(state: StateDir, kept: Container[str]) -> None:
