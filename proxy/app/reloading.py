@@ -1,7 +1,7 @@
 """Reads the configuration again and applies what can be applied while the proxy runs."""
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 from proxy import logs
@@ -10,7 +10,7 @@ from proxy.app.compare import Difference, applied, compare
 from proxy.backends import Fleet, check_models
 from proxy.catalog import Catalog
 from proxy.errors import ErrorCode, ProxyError
-from proxy.settings import ConfigError, Settings
+from proxy.settings import ConfigError, Model, Settings
 from proxy.types import Audit
 
 Reread = Callable[[], Settings]
@@ -85,9 +85,10 @@ class Reloader:
     def _apply(self, found: Difference, new: Settings, audit: Audit) -> list[str]:
         before = self._settings
         self._settings = now = applied(before, new)
-        leaving = {name: before.models[name] for name in found.removed}
+        taken = {alias for model in now.models.values() for alias in model.aliases}.union(now.models)
+        leaving = {name: _without(before.models[name], taken) for name in found.removed}
         # what leaves is known by its name until its last request has ended
-        self._catalog.replace({**now.models, **leaving})
+        self._catalog.replace({**now.models, **leaving}, leaving)
         self._admission.configure(now.model_copy(update={"models": {**now.models, **leaving}}))
         jobs = []
         for name in found.added:
@@ -111,8 +112,11 @@ class Reloader:
         return jobs
 
     def _gone(self, model: str) -> None:
-        self._catalog.replace(
-            {name: self._catalog.model(name) for name in self._catalog.ids() if name != model}
-        )
+        self._catalog.drop(model)
         self._admission.drop_model(model)
         self._admission.configure(self._settings)
+
+
+def _without(model: Model, taken: Container[str]) -> Model:
+    """Return a model that leaves, without the aliases that others have now."""
+    return model.model_copy(update={"aliases": tuple(name for name in model.aliases if name not in taken)})

@@ -140,8 +140,9 @@ async def _run(recipe: Recipe, engine: EngineBinary | None, progress: Progress) 
     process: EngineProcess | None = None
     client: EngineClient | None = None
     runs, keep = recipe.runs, recipe.runs.output(recipe.name) if recipe.keep else None
+    files = await recipe.slots.files() if recipe.slots else ""
     run = await runs.intend(
-        recipe.name, keep=keep is not None, recipe=recipe.fingerprint, api_key=key, output=keep
+        recipe.name, keep=keep is not None, recipe=recipe.fingerprint, api_key=key, output=keep, files=files
     )
     try:
         command = build(
@@ -177,7 +178,7 @@ async def _run(recipe: Recipe, engine: EngineBinary | None, progress: Progress) 
         progress.stage = Stage.PROBING
         info = await or_exit(recipe, process, ask_props(recipe, client))
         if recipe.slots is not None:
-            await or_exit(recipe, process, recipe.slots.restore(client, info))
+            await or_exit(recipe, process, recipe.slots.restore(client, info, files))
         run = await runs.ready(run, port=port, build=info.build)
         return Running(client, info, process, port, identity, run)
     except BaseException:

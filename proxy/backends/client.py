@@ -2,8 +2,8 @@
 
 One `EngineClient` per backend generation. Bytes pass as they are: nothing is decompressed, redirected,
 re-quoted or cached, no cookie is kept, and there is no timeout but for the connect (budgets are the
-caller's). The client's own credentials stop here; the engine gets the key of its generation. A probe whose
-reused connection died before a byte came is asked once more; nothing else is ever sent twice.
+caller's). The client's own credentials stop here; the engine gets the key of its generation. What the proxy asks for
+itself and whose reused connection died before a byte came is asked once more; nothing else is ever sent twice.
 """
 
 import asyncio
@@ -114,7 +114,14 @@ class EngineClient:
 
     async def get(self, target: str, timeout_s: float) -> Answer:
         """GET a small answer within `timeout_s`, all included. Raises `ProbeError`."""
-        request = UpstreamRequest("GET", target, ())
+        return await self.ask(UpstreamRequest("GET", target, ()), timeout_s)
+
+    async def ask(self, request: UpstreamRequest, timeout_s: float) -> Answer:
+        """Send a request of the proxy's own and return its small answer; it is no exchange. Raises `ProbeError`.
+
+        Only for what may be done twice: on a reused connection that dies it is sent once more.
+        """
+        target = request.target
         try:
             async with asyncio.timeout(timeout_s):
                 return await self._probed(request)
@@ -126,7 +133,7 @@ class EngineClient:
 
     @property
     def exchanges(self) -> int:
-        """Requests on the way or being answered, probes left out."""
+        """Requests on the way or being answered, the proxy's own left out."""
         return len(self._lanes)
 
     async def idle(self) -> None:

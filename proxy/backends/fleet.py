@@ -28,9 +28,8 @@ from proxy.backends.reconciler import reconcile
 from proxy.backends.refits import Refits
 from proxy.backends.room import Room
 from proxy.backends.runner import ModelRunner
-from proxy.backends.runrecord import recipe_of
 from proxy.backends.runs import RunStore
-from proxy.backends.slotcache import SlotCache
+from proxy.backends.slotcache import cache_of, sweep
 from proxy.backends.stocktaking import take_stock
 from proxy.backends.unloads import Unloads
 from proxy.backends.views import (
@@ -166,6 +165,7 @@ class Fleet(FleetView):
             recipe=self._recipe,
             load=lambda name: self.request_load(name, Cause.RELOAD),
             unload=self.begin_unload,
+            settled=self._requests.settled,
             metrics=metrics,
         )
 
@@ -175,7 +175,6 @@ class Fleet(FleetView):
         )
 
     def _recipe(self, name: str, model: Model) -> Recipe:
-        keeps_slots = model.slot_cache and model.path is not None
         return Recipe(
             name,
             model,
@@ -184,7 +183,7 @@ class Fleet(FleetView):
             self._verify,
             runs=self._runs,
             room=self._room,
-            slots=SlotCache(self._state, name, recipe_of(model, self._engine)) if keeps_slots else None,
+            slots=cache_of(self._state, name, model, self._engine),
             host=self._hosting.keeper(model),
             lookup=self._lookup,
             granted=self._requests.granted,
@@ -199,6 +198,7 @@ class Fleet(FleetView):
         """
         self.gates.restore()
         self.leases.restore()
+        await sweep(self._state, self._models)
         await take_stock(self._runs, self._runners, self._catalog)
         for name in self._catalog.ids():
             model = self._catalog.model(name)
@@ -261,6 +261,7 @@ class Fleet(FleetView):
         self._runner(model)
         if self._stopping:
             raise ProxyError(ErrorCode.SHUTTING_DOWN, "the proxy is shutting down")
+        self.refits.wish(model, loaded=True)
         return self._loads.begin(model, cause, audit)
 
     # -- unloads ----------------------------------------------------------------------------------------
@@ -322,6 +323,8 @@ class Fleet(FleetView):
         cause: Cause,
     ) -> Job:
         self._runner(model)
+        if kind is JobKind.UNLOAD and cause is not Cause.RELOAD:
+            self.refits.wish(model, loaded=False)
         return self._unloads.begin(
             model,
             kind=kind,
@@ -348,6 +351,7 @@ class Fleet(FleetView):
         one. `then` block leaves the gate blocked with `reason` and `mode`; open opens it, whatever it was.
         """
         self._runner(model)
+        self.refits.wish(model, loaded=False)
         return await self._unloads.force(model, then=then, reason=reason, mode=mode, audit=audit)
 
     async def reconcile(self, model: str) -> ReconcileReport:

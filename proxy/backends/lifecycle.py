@@ -119,7 +119,23 @@ class AdminSet:
     reason: str = ""
 
 
-Event = LoadAsked | Started | BecameReady | LoadFailed | Exited | StopAsked | Stopped | RetryDue | AdminSet
+@dataclass(frozen=True, slots=True)
+class Reshaped:
+    """Starts from now on are made from another configuration: failures of the old one say nothing of them."""
+
+
+Event = (
+    LoadAsked
+    | Started
+    | BecameReady
+    | LoadFailed
+    | Exited
+    | StopAsked
+    | Stopped
+    | RetryDue
+    | AdminSet
+    | Reshaped
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +231,8 @@ def step(
     """Return the next life and what to do, in order. Raises `IllegalEvent` and changes nothing."""
     if isinstance(event, AdminSet):
         return replace(life, admin=event.admin, reason=event.reason), ()
+    if isinstance(event, Reshaped):
+        return _reshaped(life, now)
     if not isinstance(event, LoadAsked | StopAsked) and event.generation != life.generation:
         return life, ()
     after = TABLE[life.operational].get(type(event))
@@ -259,6 +277,15 @@ def step(
 def _forgiven(life: Life) -> Life:
     """Return a life whose failures are forgotten: an operator took it in hand."""
     return replace(life, strikes=0, retry_at=None, restart=False)
+
+
+def _reshaped(life: Life, now: float) -> tuple[Life, tuple[Effect, ...]]:
+    if life.operational is not S.FAILED:
+        # in the others the stop that follows forgives, or there is nothing to forgive
+        return life, ()
+    if not life.restart:
+        return _forgiven(life), ()
+    return replace(life, strikes=0, retry_at=now), (RetryPlanned(life.generation, now),)
 
 
 def _move(life: Life, after: ModelState, cause: Cause) -> tuple[Life, tuple[Effect, ...]]:

@@ -42,7 +42,7 @@ class Live:
     ) -> None:
         self.key: Final = key
         self.running: Final = running
-        self._recipe = recipe
+        self.recipe = recipe
         self._voice = voice
         client = running.client
         self.sentinel: Final = Sentinel(
@@ -74,6 +74,10 @@ class Live:
     def _seen(self, snapshot: Snapshot) -> None:
         self._voice.snapshot(snapshot)
         self.sentinel.seen(snapshot)
+
+    def refit(self, recipe: Recipe) -> None:
+        self.recipe = recipe
+        self.sentinel.go_by(_rules(recipe, self.running.info))
 
     def begin(self) -> None:
         self._voice.ready(self.key, self.running.info)
@@ -116,7 +120,7 @@ class Live:
 
     def renounce(self) -> None:
         if self.running.run is not None:
-            self._recipe.runs.renounce(self.running.run)
+            self.recipe.runs.renounce(self.running.run)
 
     async def let_go(self, error: ProxyError) -> None:
         await self.mirror.stop()
@@ -128,7 +132,7 @@ class Live:
     async def clear(self, error: ProxyError) -> StopReport | None:
         await self.mirror.stop()
         await self.running.client.close(error.message)
-        return await end(self._recipe, self.running, 0)
+        return await end(self.recipe, self.running, 0)
 
     async def detach(self) -> None:
         process = self.running.process

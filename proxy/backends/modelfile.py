@@ -1,9 +1,14 @@
 """The files a model consists of, and how much of them an engine has taken in so far."""
 
+import hashlib
+import json
 import re
+import stat
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final
 
+_MAGIC: Final = b"GGUF"
 _SPLIT: Final = re.compile(r"^(.*-)(\d{5})(-of-(\d{5})\.gguf)$")
 
 
@@ -25,6 +30,44 @@ def size(path: Path | None) -> int:
         except OSError:
             continue
     return total
+
+
+def identity(path: Path, words: Iterable[str] = (), base: Path = Path()) -> str:
+    """Return what tells the files of a model from all others at their places; empty when one cannot be looked at.
+
+    They are those of `path`, and every GGUF that `words` (arguments, values of variables) name: projectors, drafts,
+    adapters. Relative paths begin at `base`. Content is not read: size, inode and times tell, and of the times also
+    that of the last change of any kind, because a copy into the same file can keep everything else. Blocks.
+    """
+    files = dict.fromkeys(part for file in (path, *_named(words, base)) for part in parts(file))
+    seen = []
+    for file in files:
+        try:
+            found = (base / file).stat()
+        except OSError:
+            return ""
+        seen.append((str(file), found.st_size, found.st_ino, found.st_mtime_ns, found.st_ctime_ns))
+    return hashlib.sha256(json.dumps(seen).encode()).hexdigest()
+
+
+def _named(words: Iterable[str], base: Path) -> Iterator[Path]:
+    """Return the GGUF files among words, and among their parts: several in a row with commas, each with its scale."""
+    for word in words:
+        for part in dict.fromkeys((word, *word.split(","))):
+            for name in dict.fromkeys((part, part.rpartition(":")[0])):
+                if name and _is_gguf(base / name):
+                    yield Path(name)
+
+
+def _is_gguf(file: Path) -> bool:
+    try:
+        # not a pipe, which would wait for somebody to write
+        if not stat.S_ISREG(file.stat().st_mode):
+            return False
+        with file.open("rb") as opened:
+            return opened.read(len(_MAGIC)) == _MAGIC
+    except (OSError, ValueError):
+        return False
 
 
 def taken_in(pid: int, path: Path) -> int | None:

@@ -52,7 +52,7 @@ class Replicas:
         """`running` is the engine that was reached first; `numbers` are the generations of those that join."""
         self.key: Final = key
         self._first = running
-        self._recipe, self._name = recipe, recipe.model.dns or ""
+        self.recipe, self._name = recipe, recipe.model.dns or ""
         self._metrics, self._clock, self._voice = metrics, clock, voice
         self._lost = lost
         self._over = False
@@ -76,6 +76,11 @@ class Replicas:
     # -- as `Serving` -----------------------------------------------------------------------------------
 
     kept: Final = False
+
+    def refit(self, recipe: Recipe) -> None:
+        self.recipe = recipe
+        for live in self._there.values():
+            live.refit(recipe)
 
     @property
     def running(self) -> Running:
@@ -154,7 +159,7 @@ class Replicas:
     async def _look(self) -> None:
         """Compare who is there with who should be."""
         try:
-            wanted = await self._recipe.lookup(self._name)
+            wanted = await self.recipe.lookup(self._name)
         except LookupFailedError as error:
             self._note_unknown(str(error))
         else:
@@ -185,7 +190,7 @@ class Replicas:
 
     async def _join(self, address: str) -> None:
         try:
-            running = await join(self._recipe, address)
+            running = await join(self.recipe, address)
         except NotServingError as error:
             _log.debug("replica not ready", model=self.key.model, address=address, why=str(error))
             return
@@ -208,7 +213,7 @@ class Replicas:
         live = Live(
             key,
             running,
-            self._recipe,
+            self.recipe,
             metrics=self._metrics,
             clock=self._clock,
             voice=self._voice,
@@ -239,7 +244,7 @@ class Replicas:
         for address, since in list(self._leaving.items()):
             live = self._there[address]
             # an answer that is all here may still be on its way to its client
-            at_work = live.exchanges or self._recipe.granted(live.key)
+            at_work = live.exchanges or self.recipe.granted(live.key)
             if not at_work and now - max(since, live.quiet_since) >= REST_S:
                 gone = ProxyError(ErrorCode.UPSTREAM_ERROR, f"{address} is no longer behind {self._name}")
                 self._leave(live, Cause.CRASH, gone)
@@ -257,7 +262,7 @@ class Replicas:
 
     @property
     def _backoff(self) -> Backoff:
-        restart = self._recipe.model.restart
+        restart = self.recipe.model.restart
         return Backoff(restart.first_s, restart.max_s, restart.stable_s)
 
     def _leave(self, live: Live, cause: Cause, error: ProxyError) -> None:

@@ -38,6 +38,10 @@ class Tenant(Protocol):
     """What room-making reads off a model."""
 
     @property
+    def settings(self) -> Model:
+        """The configuration of what is loaded, which may be an older one than that of the next load."""
+
+    @property
     def occupancy(self) -> tuple[ModelState, int | None, float, float | None]:
         """State, process id, monotonic time of the last state change, and since when it is idle (None: busy)."""
 
@@ -128,10 +132,14 @@ class Room:
             return False
         need, coming, residents = self.need(model), self._still_coming(), self._residents()
         free, waited_s = measured(), self._clock() - began
-        mine = self._chosen(model, devices)
+        mine = self._chosen(self._models[model], devices)
         if mine:
             free = {**free, Pool.VRAM: sum(device.free_bytes for device in mine)}
-            near = {r.model for r in residents if _overlap(mine, self._chosen(r.model, devices))}
+            near = {
+                r.model
+                for r in residents
+                if _overlap(mine, self._chosen(self._tenants[r.model].settings, devices))
+            }
             residents = concerned(need, residents, coming, self._rules.budgets, near)
         result = plan(need, residents, coming, free, rules=self._rules, waited_s=waited_s)
         match result:
@@ -153,15 +161,17 @@ class Room:
 
     def need(self, model: str) -> Sizes:
         """Return what loading a model takes, as far as is known."""
-        settings = self._models[model]
+        return self._need(self._models[model])
+
+    def _need(self, settings: Model) -> Sizes:
         found = {pool: size for pool, size in _declared(settings).items() if size}
         if Pool.RAM not in found and settings.path is not None:
-            auto = self._peaks.get(self._peak_key(model))
+            auto = self._peaks.get(self._peak_key(settings))
             if auto is None and not self._offloaded(settings):
                 auto = modelfile.size(settings.path)
             found[Pool.RAM] = auto or 0
         if self._guesses_vram(settings):
-            learnt = self._peaks.get(f"{self._peak_key(model)}|vram")
+            learnt = self._peaks.get(f"{self._peak_key(settings)}|vram")
             found[Pool.VRAM] = learnt or modelfile.size(settings.path)
         return found
 
@@ -172,23 +182,22 @@ class Room:
 
     def _learn_vram(self, model: str, before: tuple[Device, ...], after: tuple[Device, ...]) -> None:
         """Note what a model that was the only one to load has taken."""
-        if not before or not after or not self._guesses_vram(self._models[model]):
+        settings = self._models[model]
+        if not before or not after or not self._guesses_vram(settings):
             return
-        were, are = self._chosen(model, before), self._chosen(model, after)
+        were, are = self._chosen(settings, before), self._chosen(settings, after)
         taken = sum(one.free_bytes for one in were) - sum(one.free_bytes for one in are)
         if taken > 0:
-            self._peaks[f"{self._peak_key(model)}|vram"] = taken
+            self._peaks[f"{self._peak_key(settings)}|vram"] = taken
 
-    def _chosen(self, model: str, devices: tuple[Device, ...]) -> tuple[Device, ...]:
+    def _chosen(self, model: Model, devices: tuple[Device, ...]) -> tuple[Device, ...]:
         """Return the GPUs that the model's process may use."""
-        env = {**os.environ, **self._defaults.env, **self._models[model].env}
+        env = {**os.environ, **self._defaults.env, **model.env}
         return visible(devices, env.get(GPU_CHOICE))
 
-    def learn(self, model: str, pid: int | None) -> None:
-        """Note what a ready process holds at most, and keep that for the next load."""
-        if pid is None or model not in self._models:
-            return
-        size = _held(pid, offloaded=self._offloaded(self._models[model]))
+    def learn(self, model: Model, pid: int) -> None:
+        """Note what a ready process holds at most, for the next load of what it was started from."""
+        size = _held(pid, offloaded=self._offloaded(model))
         key = self._peak_key(model)
         if size > self._peaks.get(key, 0):
             self._peaks[key] = size
@@ -206,11 +215,8 @@ class Room:
                 continue
             leaving = state is ModelState.STOPPING
             idle = None if leaving or idle_since is None or self._wanted(name) else now - idle_since
-            found.append(
-                Resident(
-                    name, self.need(name), 0.0 if leaving else now - since, idle, self._load_s.get(name, 1.0)
-                )
-            )
+            need, resident_s = self._need(tenant.settings), 0.0 if leaving else now - since
+            found.append(Resident(name, need, resident_s, idle, self._load_s.get(name, 1.0)))
         return found
 
     def _still_coming(self) -> list[Sizes]:
@@ -226,9 +232,8 @@ class Room:
         args = (*self._defaults.args, *model.args)
         return any(flag in _GPU_FLAGS and value != "0" for flag, value in itertools.pairwise(args))
 
-    def _peak_key(self, model: str) -> str:
-        settings = self._models[model]
-        return f"{settings.path}|{' '.join((*self._defaults.args, *settings.args))}"
+    def _peak_key(self, model: Model) -> str:
+        return f"{model.path}|{' '.join((*self._defaults.args, *model.args))}"
 
 
 def measured() -> Sizes:

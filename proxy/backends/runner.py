@@ -29,6 +29,7 @@ from proxy.backends.lifecycle import (
     LoadFailed,
     LoadRefused,
     Moved,
+    Reshaped,
     RetryDue,
     RetryPlanned,
     Started,
@@ -45,7 +46,8 @@ from proxy.backends.process import StopReport, process_status
 from proxy.backends.replicas import Replicas
 from proxy.backends.runrecord import RunRecord
 from proxy.backends.serving import Serving
-from proxy.backends.sight import Sight
+from proxy.backends.sight import Sight, kind_of
+from proxy.backends.slotcache import SlotCache
 from proxy.backends.views import FleetObserver
 from proxy.backends.voice import Voice
 from proxy.clock import Clock
@@ -81,6 +83,8 @@ class ModelRunner(Sight):
         self._loss: ProxyError | None = None
         self._farewell: ProxyError | None = None
         self._left: RunRecord | None = None
+        self._shape = 0
+        """How often what shapes the process was changed."""
         self._numbers = count(1)
         """Generations of engines behind a name: each that joins gets the next."""
 
@@ -129,16 +133,33 @@ class ModelRunner(Sight):
 
     async def save_slots(self) -> int:
         """Save what the ready backend's slots hold, where the model wants that and nothing runs; return the tokens."""
-        live, cache = self._live, self._recipe.slots
+        live = self._live
+        cache = live.recipe.slots if live is not None else None
         if live is None or cache is None or self.key != live.key or self.exchanges:
             return 0
+        if self._recipe.slots is None or self._recipe.fingerprint != live.recipe.fingerprint:
+            # the next start could not use them
+            return 0
         with live.excused():
-            return await cache.save(live.running.client, live.running.info)
+            run = live.running.run
+            return await cache.save(live.running.client, live.running.info, run.files if run else "")
 
-    def refit(self, recipe: Recipe) -> None:
-        """Take another configuration, for starts from now on; who follows the log goes on following it."""
-        self._recipe = replace(recipe, feed=self._recipe.feed)
+    def refit(self, recipe: Recipe, *, shaped: bool) -> SlotCache | None:
+        """Take another configuration; who follows the log goes on following it.
+
+        `shaped`: it differs in what shapes the process or the way to it. It is one for starts from now on then, and
+        what serves keeps the one that it was started from. Returns what was kept for the next start and is of no use
+        to it now.
+        """
+        before, self._recipe = self._recipe, replace(recipe, feed=self._recipe.feed)
         self._grace_s = recipe.model.stop.grace_s
+        if shaped:
+            self._shape += 1
+            self._post(Reshaped())
+        elif self._live is not None and self._live.recipe is before:
+            self._live.refit(self._recipe)
+        useful = recipe.slots is not None and recipe.fingerprint == before.fingerprint
+        return None if useful else before.slots
 
     def set_admin(self, admin: AdminState, reason: str) -> None:
         """Change the administrative axis."""
@@ -186,7 +207,7 @@ class ModelRunner(Sight):
             case StopEngine():
                 error = self._farewell or words.gone(self.name, effect.cause)
                 if self._live is not None and effect.was_ready:
-                    self._learn(self._live.running)
+                    self._learn(self._live)
                     self._live.dismiss()
                     if effect.cause is not Cause.SHUTDOWN:
                         self._live.renounce()
@@ -225,7 +246,7 @@ class ModelRunner(Sight):
 
     async def _load(self, generation: int, progress: Progress) -> Running | None:
         """Get a backend ready. Returns it when it came too late: a stop is waiting to clear it away."""
-        began, recipe = self._clock(), self._recipe
+        began, recipe, shape = self._clock(), self._recipe, self._shape
         error: ProxyError | None = None
         running: Running | None = None
         try:
@@ -244,7 +265,8 @@ class ModelRunner(Sight):
         outcome = "failed" if error else "ready"
         self._metrics.load_seconds.labels(self.name, outcome).observe(self._clock() - began)
         if running is not None:
-            self._arrived(generation, running, recipe)
+            # what shapes nothing may have changed meanwhile, and holds
+            self._arrived(generation, running, self._recipe if shape == self._shape else recipe)
         elif error is not None:
             self._failure = error
             if error.code is ErrorCode.IDENTITY_MISMATCH:
@@ -254,7 +276,7 @@ class ModelRunner(Sight):
         return None
 
     def _arrived(self, generation: int, running: Running, recipe: Recipe) -> None:
-        key = BackendKey(self.name, self.kind.value, generation)
+        key = BackendKey(self.name, kind_of(recipe.model).value, generation)
         live: Serving
         if recipe.model.dns is None:
             live = Live(
@@ -288,9 +310,10 @@ class ModelRunner(Sight):
         if self._job is not None and not self._job.done():
             self._job.set_result(running.info)
 
-    def _learn(self, running: Running) -> None:
-        if self._recipe.room is not None and running.process is not None:
-            self._recipe.room.learn(self.name, running.process.pid)
+    def _learn(self, live: Serving) -> None:
+        room, process = live.recipe.room, live.running.process
+        if room is not None and process is not None:
+            room.learn(live.recipe.model, process.pid)
 
     def _told_lost(self, key: BackendKey, cause: Cause, error: ProxyError) -> None:
         if self.key == key:

@@ -22,7 +22,8 @@ class RunRecord:
     """One start of one model. `born` is the kernel's start time in clock ticks since the boot.
 
     `exe` is (device, inode) of the executable and, like `port` and `build`, only known once it was ready. `recipe` tells
-    whether the configuration that it was started from is still the same. `api_key` is a secret: mode 0600.
+    whether the configuration that it was started from is still the same, `files` whether the model's files are (empty:
+    they were not looked at). `api_key` is a secret: mode 0600.
     """
 
     model: str
@@ -38,6 +39,7 @@ class RunRecord:
     exe: tuple[int, int] | None = None
     build: str = ""
     output: str = ""
+    files: str = ""
 
     @property
     def complete(self) -> bool:
@@ -132,6 +134,8 @@ def decode(data: Any) -> RunRecord:
         exe=None if exe is None else (int(exe[0]), int(exe[1])),
         build=str(data["build"]),
         output=str(data["output"]),
+        # not in records of proxies before it
+        files=str(data.get("files", "")),
     )
 
 

@@ -57,7 +57,7 @@ class RunStore:
         return file
 
     async def intend(
-        self, model: str, *, keep: bool, recipe: str, api_key: str, output: Path | None
+        self, model: str, *, keep: bool, recipe: str, api_key: str, output: Path | None, files: str = ""
     ) -> RunRecord:
         """Write down that a process is about to be started; return the record with its token.
 
@@ -72,6 +72,7 @@ class RunStore:
             api_key=api_key if keep else "",
             started_wall=wall(),
             output=str(output or ""),
+            files=files,
         )
         try:
             problem = await self._write(record)

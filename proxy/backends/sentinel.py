@@ -53,6 +53,15 @@ class Sentinel:
         """Say nothing any more: the backend is being stopped on purpose."""
         self._lost = None
 
+    def go_by(self, rules: Rules | None) -> None:
+        """Judge by other rules from now on."""
+        if rules is None or self._process is None:
+            self._dog = None
+        elif self._dog is None:
+            self._dog = Watchdog(rules, self._clock())
+        else:
+            self._dog.go_by(rules)
+
     @contextlib.contextmanager
     def excused(self) -> Iterator[None]:
         """Take no silence amiss meanwhile: an engine that writes a slot to disk answers nothing until it is written.

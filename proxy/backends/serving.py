@@ -3,7 +3,7 @@
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-from proxy.backends.bringup import Running
+from proxy.backends.bringup import Recipe, Running
 from proxy.backends.client import EngineClient
 from proxy.backends.process import StopReport
 from proxy.errors import ProxyError
@@ -16,6 +16,15 @@ class Serving(Protocol):
     @property
     def key(self) -> BackendKey:
         """The model's generation; a request is granted to an engine, which has a key of its own where there are several."""
+        ...
+
+    @property
+    def recipe(self) -> Recipe:
+        """What it was started from."""
+        ...
+
+    def refit(self, recipe: Recipe) -> None:
+        """Go on by another recipe, which differs in nothing that shapes the process or the way to it."""
         ...
 
     @property

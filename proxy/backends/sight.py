@@ -14,10 +14,16 @@ from proxy.backends.serving import Serving
 from proxy.backends.views import Kind, ModelStatus, Stage
 from proxy.clock import Clock
 from proxy.errors import ProxyError
+from proxy.settings import Model
 from proxy.types import BackendKey, ModelState, SlotView, Snapshot
 from proxy.upstream import Upstream
 
 _WAITS: Final = (Stage.WAKING, Stage.MEMORY)
+
+
+def kind_of(model: Model) -> Kind:
+    """Return how a model's backend comes to be."""
+    return Kind.DNS if model.dns is not None else Kind.REMOTE if model.url is not None else Kind.PROCESS
 
 
 class Sight:
@@ -35,10 +41,14 @@ class Sight:
         self._failure: ProxyError | None = None
 
     @property
+    def settings(self) -> Model:
+        """The configuration of what serves, or is still being stopped; without that the one of the next start."""
+        return (self._live.recipe if self._live is not None else self._recipe).model
+
+    @property
     def kind(self) -> Kind:
         """How its backend comes to be."""
-        model = self._recipe.model
-        return Kind.DNS if model.dns is not None else Kind.REMOTE if model.url is not None else Kind.PROCESS
+        return kind_of(self.settings)
 
     @property
     def key(self) -> BackendKey | None:

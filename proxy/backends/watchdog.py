@@ -98,6 +98,10 @@ class Watchdog:
         self.longest_s = 0.0
         self.longest_tokens = 1
 
+    def go_by(self, rules: Rules) -> None:
+        """Judge by other rules from now on; what was seen so far counts."""
+        self._rules = rules
+
     def silent(self, asked_at: float, now: float) -> Wedged | None:
         """Take a poll that timed out."""
         if now - asked_at > self._rules.probe_timeout_s + HELD_UP_S:

@@ -163,7 +163,8 @@ def test_models_on_other_gpus_have_nothing_to_give():
 
 
 class Tenant:
-    def __init__(self):
+    def __init__(self, settings):
+        self.settings = settings
         self.state, self.since, self.idle_since = ModelState.UNLOADED, 0.0, None
 
     @property
@@ -173,7 +174,7 @@ class Tenant:
 
 def make_room(driver, models, evicted, *, state=None, finished=lambda _job: True, **memory):
     made = {name: Model.model_validate({"path": "/none.gguf"} | model) for name, model in models.items()}
-    tenants = {name: Tenant() for name in made}
+    tenants = {name: Tenant(model) for name, model in made.items()}
 
     class Job:
         id = "j"

@@ -102,6 +102,23 @@ async def test_a_decode_call_that_never_ends_is_found_while_slots_are_answered(r
     assert max(ran) > 1000 and sorted(ran)[-3] > 0, "it was seen to run more than once"
 
 
+async def test_a_reload_changes_how_long_nothing_may_happen(ready):
+    """`wedge_after_s` alone: the engine that serves goes on, and is watched by the new value; off means not watched."""
+    it = await ready(wedge_after_s=600)
+
+    def change(value):
+        model = it.fleet._catalog.model("m").model_copy(update={"wedge_after_s": value})
+        it.fleet._catalog.replace({"m": model})
+        assert it.fleet.refits.change("m", model, restart=False) is None
+
+    change(None)
+    assert it.fleet._runner("m")._live.sentinel._dog is None
+    change(1)
+    it.hang.write_text("decode")
+    words = await declared(it, asyncio.create_task(ask(it.fleet)))
+    assert "one decode call runs for" in words
+
+
 async def test_an_engine_that_never_begins_is_found(ready):
     """Its clock stands still while it waits for companions: a slot is busy, nothing decodes, and that for too long."""
     it = await ready("--phase-admit-ms", "1000", wedge_after_s=1)
@@ -166,6 +183,9 @@ async def test_a_slow_disk_is_no_wedge_while_slots_are_saved(ready, tmp_path):
     mirror = it.fleet._runner("m")._live.mirror
     await eventually(lambda: mirror.silent_polls >= 4, SOON_S)
     assert it.fleet.jobs.get(job.id).progress.stage == "saving"
+    report = await it.fleet.reconcile("m")
+    assert report.clean, "the proxy's own order is no request that was lost"
+    assert it.fleet.would_cut("m").exchanges == 0
     it.hang.unlink()
     assert (await it.fleet.jobs.wait(job.id, SOON_S)).state == "done"
     assert counted(it.metrics, "wedges") == 0 and ("m", "ready", "failed", "wedge") not in it.seen.of("state")

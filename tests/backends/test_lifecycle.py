@@ -1,5 +1,7 @@
 """The state machine alone: table, causes, generations, illegal events."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,6 +19,7 @@ from proxy.backends.lifecycle import (
     LoadFailed,
     LoadRefused,
     Moved,
+    Reshaped,
     RetryDue,
     RetryPlanned,
     Started,
@@ -122,6 +125,19 @@ def test_a_stop_forgets_the_plan_and_the_strikes():
     life, _ = run(*READY, Exited(1), StopAsked(Cause.OPERATOR))
     assert (life.operational, life.restart, life.strikes, life.retry_at) == (S.UNLOADED, False, 0, None)
     assert run(RetryDue(1), life=life) == (life, [])
+
+
+def test_another_configuration_is_not_blamed_for_failures_of_the_old_one():
+    """Strikes go; a planned restart comes now, and a request need not wait; what works or stops is left as it is."""
+    failed = Life(S.FAILED, generation=3, cause=Cause.CRASH, strikes=4, retry_at=99.0)
+    life, effects = step(failed, Reshaped(), 10.0)
+    assert (life.operational, life.strikes, life.retry_at, effects) == (S.FAILED, 0, None, ())
+    assert step(life, LoadAsked(Cause.REQUEST), 10.0)[0].operational is S.STARTING
+    life, effects = step(replace(failed, restart=True), Reshaped(), 10.0)
+    assert (life.strikes, effects) == (0, (RetryPlanned(3, 10.0),))
+    assert step(life, RetryDue(3), 10.0)[1][-1] == StartEngine(4, Cause.CRASH)
+    for state in set(S) - {S.FAILED}:
+        assert step(Life(state, strikes=1), Reshaped(), 10.0) == (Life(state, strikes=1), ())
 
 
 def test_a_blocked_model_is_not_restarted():
@@ -242,6 +258,7 @@ _events = st.one_of(
     st.builds(Stopped, _generation),
     st.builds(RetryDue, _generation),
     st.builds(AdminSet, st.sampled_from(AdminState)),
+    st.just(Reshaped()),
 )
 
 

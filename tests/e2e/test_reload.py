@@ -21,7 +21,12 @@ def test_only_changed_models_drain_and_restart(
     """Three loaded models with a stream each: one stays, one gets other arguments, one goes. All three streams end well."""
     path = zoo("llama-mid")
     proxy = start(
-        {"models": {name: model(path, stop={"drain_s": 300}) for name in ("stays", "changes", "goes")}}
+        {
+            "models": {
+                name: model(path, stop={"drain_s": 300}, aliases=["shared"] if name == "goes" else [])
+                for name in ("stays", "changes", "goes")
+            }
+        }
     )
 
     def stream(name: str, tokens: int) -> RawStream:
@@ -34,11 +39,11 @@ def test_only_changed_models_drain_and_restart(
         found: dict[str, Any] = proxy.get(f"/api/models/{name}")
         return found
 
+    entries = proxy.config["models"]
     streams = {name: stream(name, 1000) for name in ("stays", "changes", "goes")}
     pids = {name: shown(name)["backend"]["pid"] for name in streams}
-    entries = proxy.config["models"]
     entries["changes"]["args"] = ["-t", "1", "-np", "2", "-c", "4096"]
-    entries["comes"] = model(zoo("llama"))
+    entries["comes"] = model(zoo("llama"), aliases=["shared"])
     del entries["goes"]
     (proxy.folder / "config.yaml").write_text(yaml.safe_dump(proxy.config))
     status, body = proxy.post("/api/reload", {})
@@ -48,7 +53,9 @@ def test_only_changed_models_drain_and_restart(
     status, refused = proxy.post("/v1/completions", {"model": "goes", "prompt": "a", "max_tokens": 2})
     assert (status, refused["error"]["code"]) == (503, "model_draining")
     assert "it was removed from the configuration" in refused["error"]["message"]
-    assert proxy.post("/v1/completions", {"model": "comes", "prompt": "a", "max_tokens": 2})[0] == 200
+    status, body = proxy.post("/v1/completions", {"model": "shared", "prompt": "a", "max_tokens": 2})
+    assert status == 200 and body["model"] == "comes", "its old bearer only drains"
+    assert shown("goes")["aliases"] == []
     for name, open_ in streams.items():
         assert open_.rest()[-1] == b"data: [DONE]", name
     until(

@@ -6,7 +6,8 @@ import json
 import pytest
 
 from proxy.app.compare import Changed, Difference, applied, compare
-from proxy.settings import ConfigError, Settings
+from proxy.catalog import Catalog
+from proxy.settings import ConfigError, Model, Settings
 
 from .test_cli_requests import run
 from .test_operate import CHAT, KEYS, ask, proxy
@@ -56,6 +57,29 @@ def test_what_needs_a_start_is_named_without_its_value_and_stays():
     assert after.admission.max_queue == 5 and after.server == settings().server
     assert after.admission.keepalive_s == settings().admission.keepalive_s
     assert compare(after, new).admission == () and compare(after, new).at_start == found.at_start
+
+
+# -- names ---------------------------------------------------------------------------------------------------
+
+
+def test_a_name_means_who_stays():
+    """While a model leaves, an alias it had means whoever has it now; an id means its model until that is gone."""
+    catalog = Catalog({"old": Model(path="o", aliases=("default", "mine"))})
+    new = {"new": Model(path="n", aliases=("default", "old")), "mine": Model(path="m")}
+    leaving = {"old": Model(path="o", aliases=("default", "mine", "still"))}
+    catalog.replace({**leaving, **new}, leaving)
+    names = {name: catalog.resolve(name) for name in ("old", "new", "mine", "default", "still")}
+    assert names == {"old": "old", "new": "new", "mine": "mine", "default": "new", "still": "old"}
+    catalog.drop("old")
+    assert catalog.resolve("old") == "new" and catalog.resolve("still") is None
+
+
+def test_the_name_may_be_left_out_while_the_only_other_model_leaves():
+    catalog = Catalog({"old": Model(path="o")})
+    catalog.replace({"new": Model(path="n"), "old": Model(path="o")}, ("old",))
+    assert catalog.only() == "new"
+    catalog.drop("old")
+    assert catalog.only() == "new"
 
 
 # -- over HTTP -----------------------------------------------------------------------------------------------
