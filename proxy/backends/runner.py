@@ -126,6 +126,11 @@ class ModelRunner(Sight):
         stopper = self._stopper
         return _report(None if stopper is None or stopper.done() else stopper)
 
+    @property
+    def clearing(self) -> bool:
+        """Whether what was there is still being ended: its processes are nobody's stray."""
+        return self._stopper is not None and not self._stopper.done()
+
     async def save_slots(self) -> int:
         """Save what the ready backend's slots hold, where the model wants that and nothing runs; return the tokens."""
         live, cache = self._live, self._recipe.slots
@@ -145,11 +150,11 @@ class ModelRunner(Sight):
 
     async def close(self) -> None:
         """Await every task this model still owns (after `ask_stop`)."""
-        for task in self._watchers:
-            # a process that outlives its KILL is not waited for
-            task.cancel()
         while self._tasks:
-            await asyncio.wait(self._tasks)
+            for task in self._watchers:
+                # a process that outlives its KILL is not waited for
+                task.cancel()
+            await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
         self._recipe.feed.close()
 
     # -- the machine ------------------------------------------------------------------------------------
@@ -278,9 +283,7 @@ class ModelRunner(Sight):
         self._post(BecameReady(generation))
         live.begin()
         if running.process is not None:
-            watcher = self._task(live.watch_exit(), "watch")
-            self._watchers.add(watcher)
-            watcher.add_done_callback(self._watchers.discard)
+            self._watch(live.watch_exit(), "watch")
         if self._job is not None and not self._job.done():
             self._job.set_result(running.info)
 
@@ -302,7 +305,18 @@ class ModelRunner(Sight):
         self._failure = error
         live.renounce()
         live.farewell(error)
-        self._stopper = self._task(live.clear(error), "clear")
+        self._stopper = self._task(self._clear(live, error), "clear")
+
+    async def _clear(self, live: Serving, error: ProxyError) -> StopReport | None:
+        report = await live.clear(error)
+        self._outlast(() if report is None else report.left)
+        return report
+
+    def _outlast(self, left: tuple[int, ...]) -> None:
+        """Nothing runs any more but what outlived its KILL: see to it that its record goes with it."""
+        records = self._recipe.runs.known(self.name) if left else ()
+        if records:
+            self._watch(self._recipe.runs.outlast(records, left), "leftovers")
 
     async def _stop(
         self, effect: StopEngine, error: ProxyError, before: "asyncio.Task[StopReport | None] | None"
@@ -319,6 +333,7 @@ class ModelRunner(Sight):
         if report is not None and report.left:
             pids = {pid: process_status(pid) for pid in report.left}
             _log.error("processes survived a kill", model=self.name, left=pids)
+            self._outlast(report.left)
         self._post(Stopped(effect.generation))
         if self._life.operational is ModelState.UNLOADED and self._job is not None and not self._job.done():
             self._fail_job(error)
@@ -331,6 +346,11 @@ class ModelRunner(Sight):
             return
         job.set_exception(error)
         self._voice.load_failed(error)
+
+    def _watch(self, work: Coroutine[Any, Any, None], what: str) -> None:
+        watcher = self._task(work, what)
+        self._watchers.add(watcher)
+        watcher.add_done_callback(self._watchers.discard)
 
     def _task(self, work: Coroutine[Any, Any, _T], what: str) -> asyncio.Task[_T]:
         task = asyncio.create_task(work, name=f"{what}:{self.name}:{self._life.generation}")

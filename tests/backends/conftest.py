@@ -146,7 +146,7 @@ async def fleets() -> AsyncIterator[Callable[..., tuple[Fleet, Recorder]]]:
     assert not [
         name
         for name in left
-        if name.split(":")[0] in {"load", "watch", "stop", "clear", "mirror", "stop-process", "retry"}
+        if name.split(":")[0] in {"load", "watch", "stop", "clear", "mirror", "stop-process", "retry", "leftovers"}
     ]
 
 
