@@ -8,7 +8,6 @@ import sys
 import time
 from dataclasses import dataclass, field, replace
 
-import psutil
 import pytest
 
 from proxy.admission import Admission, TicketSpec
@@ -27,6 +26,7 @@ from proxy.state import StateDir
 from proxy.types import AdminState, Audit, Cause, Outcome, TicketState
 from proxy.upstream import UpstreamDied
 from tests.backends.conftest import Collect, Recorder, alive, completion, eventually
+from tests.support import processes
 
 pytestmark = pytest.mark.engine
 ME = Audit("ops", "127.0.0.1")
@@ -308,7 +308,7 @@ async def test_force_in_every_state(worlds, engine_binary, mid_model):
         assert time.monotonic() - began < PATIENT_S + 2
         assert report.clean and fleet.status("m").state == "unloaded", report
         assert fleet.jobs.get(report.job).state is JobState.DONE
-        assert not psutil.Process().children(recursive=True)
+        assert not processes.below(os.getpid(), unreaped=True)
         return report
 
     assert (await force()).before == "unloaded"
@@ -336,7 +336,7 @@ async def test_force_in_every_state(worlds, engine_binary, mid_model):
     await eventually(lambda: running.sink.parts)
     pid = fleet.status("m").pid
     os.kill(pid, signal.SIGSTOP)
-    await eventually(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+    await eventually(lambda: processes.status(pid) == "stopped")
     assert (await force()).signals == ("SIGKILL",)
     await asyncio.wait_for(running.task, 20)
 

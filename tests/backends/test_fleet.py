@@ -7,7 +7,6 @@ import sys
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 from proxy.backends.gatekeeper import blocked
@@ -15,6 +14,7 @@ from proxy.errors import ErrorCode, ProxyError
 from proxy.types import AdminState, Cause
 from proxy.upstream import UpstreamDied
 from tests.backends.conftest import ALONE, ENDLESS, Collect, alive, completion, eventually
+from tests.support import processes
 
 pytestmark = pytest.mark.engine
 
@@ -201,7 +201,7 @@ async def test_a_stopped_engine_is_killed_at_once(fleets, engine_binary, mid_mod
     await fleet.load("mid")
     pid = fleet.status("mid").pid
     os.kill(pid, signal.SIGSTOP)
-    await eventually(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+    await eventually(lambda: processes.status(pid) == "stopped")
     began = time.monotonic()
     report = await fleet.unload("mid", force=True, cause=Cause.FORCE)
     assert time.monotonic() - began < 25

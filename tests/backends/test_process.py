@@ -19,6 +19,7 @@ from proxy.backends.logtail import LogTail
 from proxy.backends.output import LogFile
 from proxy.backends.process import EngineProcess, describe_exit, process_status
 from tests.backends.conftest import alive, eventually
+from tests.support import processes
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -124,7 +125,7 @@ async def test_a_stopped_process_is_killed_at_once(watch):
     )
     pid = int(await said(process, "pid"))
     os.kill(pid, signal.SIGSTOP)
-    await eventually(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+    await eventually(lambda: processes.status(pid) == "stopped")
     began = time.monotonic()
     report = await process.stop(60)
     assert time.monotonic() - began < 30 and report.signals == ("SIGKILL",) and report.left == ()

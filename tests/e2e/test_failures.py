@@ -14,12 +14,12 @@ from typing import Any
 
 import anthropic
 import openai
-import psutil
 import pytest
 
 from tests.e2e.client import RawStream, data
 from tests.e2e.conftest import ROOM, model
 from tests.e2e.harness import Proxy
+from tests.support.processes import alive
 from tests.support.wait import until
 
 pytestmark = pytest.mark.engine
@@ -188,7 +188,7 @@ def test_sigterm_drains_or_cuts_by_its_deadline(
     assert short.rest()[-1] == b"data: [DONE]"
     assert data(long.rest()[-1])["error"]["code"] == "shutting_down"
     assert proxy.process.wait(60) == 0
-    until("no process is left", lambda: not any(_alive(p) for p in family))
+    until("no process is left", lambda: not any(map(alive, family)))
 
 
 def test_a_second_sigterm_does_not_wait_for_a_stubborn_engine(
@@ -213,7 +213,7 @@ def test_a_second_sigterm_does_not_wait_for_a_stubborn_engine(
     proxy.process.send_signal(signal.SIGTERM)
     assert proxy.process.wait(60) == 0
     assert '"stopped"' in proxy.tail(2)
-    until("no process is left", lambda: not any(_alive(p) for p in family))
+    until("no process is left", lambda: not any(map(alive, family)))
 
 
 def test_a_closed_terminal_drains(slow: Proxy) -> None:
@@ -262,7 +262,7 @@ def test_sigterm_does_not_wait_for_what_cannot_answer_in_time(
         assert b"shutting_down" in told
         assert b'"text"' not in told, "the prompt was read to its end"
     assert proxy.process.wait(60) == 0
-    until("no process is left", lambda: not any(_alive(p) for p in family))
+    until("no process is left", lambda: not any(map(alive, family)))
 
 
 @pytest.mark.parametrize("moment", ["loading", "streaming", "prefill"])
@@ -292,18 +292,11 @@ def test_sigkill_leaves_no_engine_and_a_restart_works(
     os.kill(proxy.pid, signal.SIGKILL)
     assert proxy.process is not None
     proxy.process.wait(60)
-    until("no engine survives", lambda: not any(_alive(p) for p in family))
+    until("no engine survives", lambda: not any(map(alive, family)))
     go.touch()
     proxy.config["server"]["port"] = port
     proxy.start()
     assert proxy.post("/v1/completions", {"model": "m", "prompt": "a", "max_tokens": 2})[0] == 200
-
-
-def _alive(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != "zombie"
-    except psutil.NoSuchProcess:
-        return False
 
 
 def test_a_remote_that_is_not_there_is_given_up(start: Callable[..., Proxy]) -> None:

@@ -20,6 +20,7 @@ from tests.engine.enginekit.http import Answer, Exchange, Json, request
 from tests.engine.enginekit.phase import PhaseEvent, parse_events
 from tests.engine.enginekit.trace import View, read_trace
 from tests.engine.enginekit.waiting import eventually
+from tests.support import processes
 
 READY_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 5.0
@@ -141,17 +142,14 @@ class Server:
         process = self._process
         if process is None or process.poll() is not None:
             return
-        children = psutil.Process(process.pid).children(recursive=True)
+        children = processes.below(process.pid)
         process.send_signal(signal.SIGTERM)
         try:
             process.wait(STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait(STOP_TIMEOUT_S)
-        for child in children:
-            if child.is_running():
-                child.kill()
-        psutil.wait_procs(children, STOP_TIMEOUT_S)
+        processes.kill(children)
 
     def get(self, path: str, *, timeout_s: float = 240.0) -> Answer:
         """GET ``path``."""
