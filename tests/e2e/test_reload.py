@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from tests.e2e.client import RawStream
-from tests.e2e.conftest import model
+from tests.e2e.conftest import ROOM, model
 from tests.e2e.harness import Proxy
 from tests.support.wait import until
 
@@ -21,7 +21,7 @@ def test_only_changed_models_drain_and_restart(
     """Three loaded models with a stream each: one stays, one gets other arguments, one goes. All three streams end well."""
     path = zoo("llama-mid")
     proxy = start(
-        {"models": {name: model(path, stop={"drain_s": 300}) for name in ("stays", "changes", "goes")}}
+        {"models": {name: model(path, *ROOM, stop={"drain_s": 300}) for name in ("stays", "changes", "goes")}}
     )
 
     def stream(name: str, tokens: int) -> RawStream:
@@ -34,7 +34,10 @@ def test_only_changed_models_drain_and_restart(
         found: dict[str, Any] = proxy.get(f"/api/models/{name}")
         return found
 
-    streams = {name: stream(name, 1000) for name in ("stays", "changes", "goes")}
+    # the last is still at work when it is asked for again
+    streams = {
+        name: stream(name, count) for name, count in (("stays", 1000), ("changes", 1000), ("goes", 5000))
+    }
     pids = {name: shown(name)["backend"]["pid"] for name in streams}
     entries = proxy.config["models"]
     entries["changes"]["args"] = ["-t", "1", "-np", "2", "-c", "4096"]
