@@ -11,7 +11,7 @@ from tests.engine.enginekit.prompts import words
 from tests.engine.enginekit.server import EXACT, Server
 
 POOL = 1024
-ARGS = (*EXACT, "--kv-unified", "-b", "128", "--phase-admit-ms", "300", "--no-cache-idle-slots")
+ARGS = (*EXACT, "--kv-unified", "-b", "128", "--phase-admit-ms", "2000", "--no-cache-idle-slots")
 
 
 def _tokens(server: Server, prompt: str) -> int:

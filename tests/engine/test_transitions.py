@@ -218,7 +218,7 @@ def test_one_standby_fills_the_cohorts(engine: EngineFactory) -> None:
     """Continuous requests of different lengths, slots + 1 in flight: full cohorts, short gaps."""
     server = engine("llama-mid", "drain", ("-b", "512"))
     # far enough apart for whoever follows to be there before the next one ends
-    _keep_busy(server, 60, (20, 100, 180, 60, 140), None)
+    _keep_busy(server, 48, (20, 100, 180, 60, 140), None)
     sizes, gaps = _seal_sizes_and_gaps(server)
     steady = sizes[1:-2]
     assert len(steady) >= 8

@@ -167,16 +167,22 @@ class Server:
         return request(self.port, "POST", path, body, headers, timeout_s=timeout_s)
 
     def start(
-        self, body: Json, *, tag: str | None = None, path: str = "/completion", **headers: str
+        self,
+        body: Json,
+        *,
+        tag: str | None = None,
+        path: str = "/completion",
+        leave_after: int | None = None,
+        **headers: str,
     ) -> Exchange:
-        """Post ``body`` on a thread; ``tag`` becomes ``x-request-id``.
+        """Post ``body`` on a thread; ``tag`` becomes ``x-request-id``; cut it at the event number ``leave_after``.
 
         Keyword headers: underscores become dashes.
         """
         sent = {name.replace("_", "-"): value for name, value in headers.items()}
         if tag is not None:
             sent["x-request-id"] = tag
-        exchange = Exchange(self.port, path, body, sent)
+        exchange = Exchange(self.port, path, body, sent, leave_after=leave_after)
         self._exchanges.append(exchange)
         return exchange
 
