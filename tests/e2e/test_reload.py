@@ -36,7 +36,7 @@ def test_only_changed_models_drain_and_restart(
 
     # the last is still at work when it is asked for again
     streams = {
-        name: stream(name, count) for name, count in (("stays", 1000), ("changes", 1000), ("goes", 5000))
+        name: stream(name, count) for name, count in (("stays", 1000), ("changes", 1000), ("goes", 2500))
     }
     pids = {name: shown(name)["backend"]["pid"] for name in streams}
     entries = proxy.config["models"]
