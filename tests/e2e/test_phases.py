@@ -51,6 +51,7 @@ def test_a_slot_is_tied_to_its_request(phased: Proxy) -> None:
     assert phased.metric("llama_proxy_engine_phase", model="m", phase="generate") == 1
     assert phased.metric("llama_proxy_engine_phase", model="m", phase="unknown") == 0
     assert phased.get("/api/models/m")["backend"]["policy"] == "drain"
+    stream.close()
 
 
 def test_the_standby_waits_natively_and_the_rest_waits_here(phased: Proxy) -> None:
@@ -109,7 +110,7 @@ def test_cohorts_and_waits_are_counted_from_the_engines_own_events(phased: Proxy
 def test_the_cohort_is_named_where_it_was_seen(phased: Proxy) -> None:
     """A plain answer, whose head comes last, names its cohort (a stream's head comes before there is one)."""
     ask(phased, 1).head()
-    answer = ask(phased, 1500, stream=False)
+    answer = ask(phased, 800, stream=False)
     assert answer.head() == 200
     assert int(answer.headers["x-cohort-id"]) >= 1
 

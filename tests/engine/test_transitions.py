@@ -230,7 +230,7 @@ def test_one_standby_fills_the_cohorts(engine: EngineFactory) -> None:
 def test_a_hint_fills_cohorts_of_equal_answers(engine: EngineFactory) -> None:
     """All members end in one step: the standby's hint holds the window until its companions come."""
     server = engine("llama-mid", "drain", ("-b", "512"))
-    _keep_busy(server, 48, (30,), "60")
+    _keep_busy(server, 48, (30,), "500")
     sizes, _ = _seal_sizes_and_gaps(server)
     steady = sizes[1:-2]
     assert len(steady) >= 6
