@@ -324,3 +324,51 @@ def test_descendants_are_found_while_others_vanish(monkeypatch):
         parent.stdin.close()
     monkeypatch.setattr("psutil.Process.status", torn)
     assert process_status(os.getpid()) == "dead"
+
+
+def test_a_drained_pipe_is_closed_once():
+    """On the loop of production, while threads open files: none of them loses a descriptor that it was just given."""
+    code = """
+        import asyncio, os, threading, uvloop
+        from proxy.backends.logtail import LogTail
+        from proxy.backends.output import PipeDrain
+
+        lost, over = [], threading.Event()
+
+        def opens():
+            while not over.is_set():
+                try:
+                    mine = os.open("/proc/self/stat", os.O_RDONLY)
+                    for _ in range(3):
+                        os.fstat(mine)
+                    os.close(mine)
+                except OSError as error:
+                    lost.append(str(error))
+
+        async def main():
+            for number in range(3000):
+                read, write = os.pipe()
+                drain = PipeDrain(read, LogTail(), None)
+                if number % 2:
+                    os.close(write)
+                    await asyncio.wait_for(drain.ended.wait(), 60)
+                drain.close()
+                await asyncio.sleep(0)
+                if not number % 2:
+                    os.close(write)
+
+        threads = [threading.Thread(target=opens) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        try:
+            uvloop.run(main())
+        finally:
+            over.set()
+            for thread in threads:
+                thread.join()
+        assert not lost, lost[:3]
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
