@@ -169,7 +169,10 @@ async def storm(proxy: Proxy, seed: int, actions: int) -> None:
     """Run one and assert what must hold after any."""
     timeout = aiohttp.ClientTimeout(total=300)
     async with aiohttp.ClientSession(
-        proxy.url, timeout=timeout, connector=aiohttp.TCPConnector(limit=0)
+        proxy.url,
+        timeout=timeout,
+        # a torn answer may have been whole for its client, who would send its next order into a closing connection
+        connector=aiohttp.TCPConnector(limit=0, force_close=True),
     ) as session:
         made = Storm(proxy, session, seed)
         outcomes = await made.run(actions)
