@@ -313,8 +313,11 @@ class ModelRunner(Sight):
         return report
 
     def _outlast(self, left: tuple[int, ...]) -> None:
-        """Nothing runs any more but what outlived its KILL: see to it that its record goes with it."""
-        records = self._recipe.runs.known(self.name) if left else ()
+        """Nothing runs any more but what outlived its KILL: see to it that its record goes with it.
+
+        A load that was given up while it ended by itself leaves its record to this, too.
+        """
+        records = self._recipe.runs.known(self.name)
         if records:
             self._watch(self._recipe.runs.outlast(records, left), "leftovers")
 
@@ -333,7 +336,8 @@ class ModelRunner(Sight):
         if report is not None and report.left:
             pids = {pid: process_status(pid) for pid in report.left}
             _log.error("processes survived a kill", model=self.name, left=pids)
-            self._outlast(report.left)
+        if effect.cause is not Cause.SHUTDOWN:
+            self._outlast(() if report is None else report.left)
         self._post(Stopped(effect.generation))
         if self._life.operational is ModelState.UNLOADED and self._job is not None and not self._job.done():
             self._fail_job(error)

@@ -124,8 +124,10 @@ class RunStore:
             if time.monotonic() > deadline:
                 return
             await asyncio.sleep(_OUTLAST_LOOK_S)
+        tokens = {process.token for process in (await asyncio.to_thread(processes)).values()}
         for record in records:
-            self.forget(record)
+            if record.token not in tokens:
+                self.forget(record)
 
     async def _write(self, record: RunRecord) -> str:
         """Return an empty text, or why the record will not be found."""

@@ -141,6 +141,35 @@ async def test_what_dies_late_takes_its_record_with_it(
 
 
 @engine
+async def test_a_load_that_ends_by_itself_while_it_is_given_up_leaves_no_record(
+    worlds, engine_binary, mid_model, monkeypatch, tmp_path
+):
+    """The force comes while the failed load clears its own process away."""
+    state = StateDir.open(tmp_path / "state")
+    world = worlds({"m": {"path": mid_model}}, engine_binary, state=state)
+    fleet, kill, killing, go = world.fleet, EngineProcess.kill, asyncio.Event(), asyncio.Event()
+
+    async def held(self):
+        killing.set()
+        await go.wait()
+        return await kill(self)
+
+    monkeypatch.setattr(EngineProcess, "kill", held)
+    loading = asyncio.create_task(fleet.load("m"))
+    await eventually(lambda: fleet.status("m").pid, LONG_S)
+    os.kill(fleet.status("m").pid, signal.SIGKILL)
+    await asyncio.wait_for(killing.wait(), LONG_S)
+    forcing = asyncio.create_task(fleet.force("m", audit=ME))
+    await eventually(lambda: fleet.status("m").state == "stopping", LONG_S)
+    await asyncio.sleep(0)
+    go.set()
+    assert (await asyncio.wait_for(forcing, LONG_S)).clean
+    await asyncio.wait({loading})
+    assert loading.exception() is not None
+    await eventually(lambda: not fleet._runs.known("m"), LONG_S)
+
+
+@engine
 async def test_an_engine_that_is_being_cleared_away_is_no_stray(
     worlds, engine_binary, mid_model, monkeypatch, tmp_path
 ):
