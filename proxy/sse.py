@@ -138,6 +138,25 @@ def data_event(payload: bytes, event: str = "") -> bytes:
     return head + b"data: " + payload + b"\n\n"
 
 
+def complete(event: bytes) -> bool:
+    """Tell an event that only lacks its empty line from half of one: what it carries is `[DONE]` or all of a JSON value.
+
+    Line ends and comments are nothing that could be cut.
+    """
+    lines = [line for line in re.split(rb"\r\n|\n|\r", event) if line and not line.startswith(b":")]
+    carried = [line[5:].removeprefix(b" ") for line in lines if line.startswith(b"data:")]
+    if not carried:
+        return not lines
+    payload = b"\n".join(carried)
+    if payload == b"[DONE]":
+        return True
+    try:
+        orjson.loads(payload)
+    except orjson.JSONDecodeError:
+        return False
+    return True
+
+
 def content_chunks(data: bytes, shape: Shape) -> int:
     """Return how many generated pieces the whole events in `data` carry (about one per token)."""
     return len(_CONTENT[shape].findall(data))

@@ -5,7 +5,7 @@ Sockets are closed first: llama-server does not end while a client stays connect
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from proxy import logs
 from proxy.backends.bringup import Progress, Recipe, Running
@@ -59,6 +59,20 @@ async def end_all(
         left = (process.pid,) if process is not None and process.code is None else ()
         _log.exception("a stop failed", model=recipe.name, left=left)
         return StopReport(None, (), left)
+
+
+def both(report: StopReport | None, before: "asyncio.Task[StopReport | None]") -> StopReport | None:
+    """Return a stop's report with what an earlier one, which it waited for, had to leave."""
+    earlier = None if before.cancelled() or before.exception() else before.result()
+    if earlier is None or not earlier.left:
+        return report
+    return replace(report or StopReport(None, ()), left=(*(report.left if report else ()), *earlier.left))
+
+
+async def reported(stopper: "asyncio.Task[StopReport | None] | None") -> StopReport:
+    """Wait for the end of a stop, whoever else waits for it as well."""
+    report = None if stopper is None else await asyncio.shield(stopper)
+    return report or StopReport(None, ())
 
 
 async def _put_down(

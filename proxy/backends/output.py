@@ -13,6 +13,7 @@ from proxy.backends.logtail import DEFAULT_BYTES, LogTail
 
 LOG_LIMIT_BYTES: Final = 64 * 1024 * 1024
 FOLLOW_S: Final = 0.25
+_READ_BYTES: Final = 256 * 1024
 
 
 class LogFile:
@@ -45,22 +46,44 @@ class LogFile:
             self._file.close()
 
 
-class PipeDrain(asyncio.Protocol):
-    """Takes output as it comes and never pauses: a full pipe would stop the engine."""
+class PipeDrain:
+    """Takes output as it comes and never pauses: a full pipe would stop the engine.
 
-    def __init__(self, tail: LogTail, sink: LogFile | None) -> None:
+    It reads by itself: a read transport of uvloop closes its descriptor twice, and the second time it may be one that a
+    thread has just opened. `ended` is set when nothing more comes.
+    """
+
+    def __init__(self, descriptor: int, tail: LogTail, sink: LogFile | None) -> None:
+        """Own the reading end of a pipe from now on."""
         self._tail = tail
         self._sink = sink
         self.ended = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._descriptor = descriptor
+        os.set_blocking(descriptor, False)
+        self._loop.add_reader(descriptor, self._read)
 
-    def data_received(self, data: bytes) -> None:
+    def _read(self) -> None:
+        try:
+            data = os.read(self._descriptor, _READ_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self.close()
+            return
         self._tail.add(data)
         if self._sink is not None:
             self._sink.write(data)
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        _ = exc
-        self.ended.set()
+    def close(self) -> None:
+        """Read no more. Idempotent."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            self._loop.remove_reader(descriptor)
+            os.close(descriptor)
+            self.ended.set()
 
 
 def open_for_engine(path: Path) -> int:

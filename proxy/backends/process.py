@@ -62,7 +62,6 @@ class EngineProcess:
         self._loop.add_reader(pidfd, self._on_exit)
         self._drain: PipeDrain | None = None
         self._follower: FileFollower | None = None
-        self._transport: asyncio.BaseTransport | None = None
         self._file: LogFile | None = None
         self._stopping: asyncio.Task[StopReport] | None = None
         self._term_until = float("inf")
@@ -121,11 +120,10 @@ class EngineProcess:
             if keep is not None:
                 process._follow(keep)
             return process
-        process._drain = drain = PipeDrain(tail, log_file)
         try:
-            pipe = os.fdopen(read, "rb", buffering=0)
-            process._transport, _ = await process._loop.connect_read_pipe(lambda: drain, pipe)
+            process._drain = PipeDrain(read, tail, log_file)
         except BaseException:
+            os.close(read)
             await process.stop(grace_s=0)
             raise
         return process
@@ -214,8 +212,8 @@ class EngineProcess:
         await self._last_words()
         if self._follower is not None:
             await self._follower.stop()
-        if self._transport is not None:
-            self._transport.close()
+        if self._drain is not None:
+            self._drain.close()
         if self._file is not None:
             self._file.close()
         code = None if self.code == UNSEEN else self.code

@@ -59,7 +59,8 @@ async def _look(runner: ModelRunner, runs: RunStore, requests: Requests) -> tupl
     pid, present = status.pid, runner.token
     tokens = {record.token for record in records}
     bearers = {p: s.token for p, s in seen.items() if s.token in tokens}
-    moving = status.state not in (ModelState.READY, ModelState.UNLOADED, ModelState.FAILED)
+    settled = status.state in (ModelState.READY, ModelState.UNLOADED, ModelState.FAILED)
+    moving = not settled or runner.clearing
     facts = Facts(
         state=status.state,
         live=live,

@@ -129,7 +129,12 @@ class ModelRunner(Sight):
         if self._live is not None and self._live.running.process is not None:
             self._live.running.process.hurry(grace_s)
         stopper = self._stopper
-        return _report(None if stopper is None or stopper.done() else stopper)
+        return ending.reported(None if stopper is None or stopper.done() else stopper)
+
+    @property
+    def clearing(self) -> bool:
+        """Whether what was there is still being ended: its processes are nobody's stray."""
+        return self._stopper is not None and not self._stopper.done()
 
     async def save_slots(self) -> int:
         """Save what the ready backend's slots hold, where the model wants that and nothing runs; return the tokens."""
@@ -167,11 +172,11 @@ class ModelRunner(Sight):
 
     async def close(self, why: str = STOPPING) -> None:
         """Await every task this model still owns (after `ask_stop`); who follows its log is told why it ends."""
-        for task in self._watchers:
-            # a process that outlives its KILL is not waited for
-            task.cancel()
         while self._tasks:
-            await asyncio.wait(self._tasks)
+            for task in self._watchers:
+                # a process that outlives its KILL is not waited for
+                task.cancel()
+            await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
         self._recipe.feed.close(why)
 
     # -- the machine ------------------------------------------------------------------------------------
@@ -304,9 +309,7 @@ class ModelRunner(Sight):
         self._post(BecameReady(generation))
         live.begin()
         if running.process is not None:
-            watcher = self._task(live.watch_exit(), "watch")
-            self._watchers.add(watcher)
-            watcher.add_done_callback(self._watchers.discard)
+            self._watch(live.watch_exit(), "watch")
         if self._job is not None and not self._job.done():
             self._job.set_result(running.info)
 
@@ -334,7 +337,17 @@ class ModelRunner(Sight):
     async def _clear(self, live: Serving, error: ProxyError) -> StopReport | None:
         report = await live.clear(error)
         self._name_left(report)
+        self._outlast(() if report is None else report.left)
         return report
+
+    def _outlast(self, left: tuple[int, ...]) -> None:
+        """Nothing runs any more but what outlived its KILL: see to it that its record goes with it.
+
+        A load that was given up while it ended by itself leaves its record to this, too.
+        """
+        records = self._recipe.runs.known(self.name)
+        if records:
+            self._watch(self._recipe.runs.outlast(records, left), "leftovers")
 
     async def _stop(
         self, effect: StopEngine, error: ProxyError, before: "asyncio.Task[StopReport | None] | None"
@@ -349,7 +362,9 @@ class ModelRunner(Sight):
         self._name_left(report)
         if before is not None:
             await asyncio.wait((before,))
-            report = _both(report, before)
+            report = ending.both(report, before)
+        if effect.cause is not Cause.SHUTDOWN:
+            self._outlast(() if report is None else report.left)
         self._post(Stopped(effect.generation))
         if self._life.operational is ModelState.UNLOADED and self._job is not None and not self._job.done():
             self._fail_job(error)
@@ -368,6 +383,11 @@ class ModelRunner(Sight):
         job.set_exception(error)
         self._voice.load_failed(error)
 
+    def _watch(self, work: Coroutine[Any, Any, None], what: str) -> None:
+        watcher = self._task(work, what)
+        self._watchers.add(watcher)
+        watcher.add_done_callback(self._watchers.discard)
+
     def _task(self, work: Coroutine[Any, Any, _T], what: str) -> asyncio.Task[_T]:
         task = asyncio.create_task(work, name=f"{what}:{self.name}:{self._life.generation}")
         self._tasks.add(task)
@@ -378,17 +398,3 @@ class ModelRunner(Sight):
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             _log.error("a task failed", task=task.get_name(), exc_info=error)
-
-
-def _both(report: StopReport | None, before: "asyncio.Task[StopReport | None]") -> StopReport | None:
-    """Return a stop's report with what an earlier one, which it waited for, had to leave."""
-    earlier = None if before.cancelled() or before.exception() else before.result()
-    if earlier is None or not earlier.left:
-        return report
-    return replace(report or StopReport(None, ()), left=(*(report.left if report else ()), *earlier.left))
-
-
-async def _report(stopper: "asyncio.Task[StopReport | None] | None") -> StopReport:
-    """Wait for the end of a stop, whoever else waits for it as well."""
-    report = None if stopper is None else await asyncio.shield(stopper)
-    return report or StopReport(None, ())

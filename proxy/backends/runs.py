@@ -22,7 +22,9 @@ OUTPUT_FOLDER: Final = "logs"
 TERM_S: Final = 1.0
 GONE_S: Final = 2.0
 REAP_ROUNDS: Final = 3
+OUTLAST_S: Final = 300.0
 _LOOK_S: Final = 0.02
+_OUTLAST_LOOK_S: Final = 0.1
 _VARIABLE: Final = f"{TOKEN_VARIABLE}=".encode()
 _log = logs.get("backends")
 
@@ -110,6 +112,23 @@ class RunStore:
         """Remove the record of a process that is gone."""
         self._known.pop(record.token, None)
         self._state.remove(_name(record))
+
+    async def outlast(self, records: Sequence[RunRecord], left: Iterable[int]) -> None:
+        """Forget records once the processes that outlived a KILL are gone; after `OUTLAST_S` they stay for `reconcile`.
+
+        `left` are the process ids that were told to be left, beside those of the records.
+        """
+        pids = {*left, *(record.pid for record in records)}
+        born = {pid: seen.born for pid in pids if (seen := look(pid)) is not None}
+        deadline = time.monotonic() + OUTLAST_S
+        while any((seen := look(pid)) is not None and seen.born == at for pid, at in born.items()):
+            if time.monotonic() > deadline:
+                return
+            await asyncio.sleep(_OUTLAST_LOOK_S)
+        tokens = {process.token for process in (await asyncio.to_thread(processes)).values()}
+        for record in records:
+            if record.token not in tokens:
+                self.forget(record)
 
     async def _write(self, record: RunRecord) -> str:
         """Return an empty text, or why the record will not be found."""

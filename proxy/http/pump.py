@@ -10,7 +10,7 @@ from proxy.http.call import Call
 from proxy.http.facts import Facts
 from proxy.http.reply import Reply
 from proxy.metrics import Metrics
-from proxy.sse import Ending, Shape, Splitter, UsageMeter, content_chunks, ending
+from proxy.sse import Ending, Shape, Splitter, UsageMeter, complete, content_chunks, ending
 
 WINDOW: Final = 8 * 1024
 """Bytes kept from both ends of a plain JSON body, where llama-server puts `usage` and `timings`."""
@@ -67,10 +67,13 @@ class EventSink:
     async def finish(self) -> Ending:
         """Pass a last event that an upstream left without its empty line; say how the stream ended."""
         rest = self._splitter.finish()
-        # half an event is of no use to anybody
-        if rest and ending(rest, self._shape, marked=self._marked) is not Ending.CUT:
+        # half an event is of no use to anybody, whatever its beginning says
+        half = self._splitter.on_boundary and not complete(rest)
+        if rest and not half and ending(rest, self._shape, marked=self._marked) is not Ending.CUT:
             await self._send(rest, self._clock())
         self._call.usage = self._meter.usage
+        if half and not self._marked:
+            return Ending.CUT
         return ending(self._last, self._shape, marked=self._marked)
 
     async def _send(self, whole: bytes, began: float) -> None:

@@ -18,6 +18,7 @@ from proxy.metrics import Metrics
 from proxy.settings import Settings
 from proxy.types import BackendKey, Cause, EngineInfo, ModelState, Snapshot
 from proxy.upstream import UpstreamRequest
+from tests.support.processes import alive as alive
 
 SMALL = ("-c", "4096", "-t", "1", "--no-warmup")
 ALONE = ["-c", "16384", "-np", "1"]
@@ -146,7 +147,8 @@ async def fleets() -> AsyncIterator[Callable[..., tuple[Fleet, Recorder]]]:
     assert not [
         name
         for name in left
-        if name.split(":")[0] in {"load", "watch", "stop", "clear", "mirror", "stop-process", "retry"}
+        if name.split(":")[0]
+        in {"load", "watch", "stop", "clear", "mirror", "stop-process", "retry", "leftovers"}
     ]
 
 
@@ -174,13 +176,3 @@ class Collect:
     @property
     def body(self) -> bytes:
         return b"".join(self.parts)
-
-
-def alive(pid: int) -> bool:
-    """Whether a process exists and is no zombie."""
-    import psutil
-
-    try:
-        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False

@@ -8,7 +8,6 @@ import sys
 import time
 from dataclasses import dataclass, field, replace
 
-import psutil
 import pytest
 
 from proxy.admission import Admission, TicketSpec
@@ -27,6 +26,7 @@ from proxy.state import StateDir
 from proxy.types import AdminState, Audit, Cause, Outcome, TicketState
 from proxy.upstream import UpstreamDied
 from tests.backends.conftest import Collect, Recorder, alive, completion, eventually
+from tests.support import processes
 
 pytestmark = pytest.mark.engine
 ME = Audit("ops", "127.0.0.1")
@@ -308,7 +308,7 @@ async def test_force_in_every_state(worlds, engine_binary, mid_model):
         assert time.monotonic() - began < PATIENT_S + 2
         assert report.clean and fleet.status("m").state == "unloaded", report
         assert fleet.jobs.get(report.job).state is JobState.DONE
-        assert not psutil.Process().children(recursive=True)
+        assert not processes.below(os.getpid(), unreaped=True)
         return report
 
     assert (await force()).before == "unloaded"
@@ -336,7 +336,7 @@ async def test_force_in_every_state(worlds, engine_binary, mid_model):
     await eventually(lambda: running.sink.parts)
     pid = fleet.status("m").pid
     os.kill(pid, signal.SIGSTOP)
-    await eventually(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+    await eventually(lambda: processes.status(pid) == "stopped")
     assert (await force()).signals == ("SIGKILL",)
     await asyncio.wait_for(running.task, 20)
 
@@ -362,7 +362,7 @@ async def test_a_drain_lets_running_requests_finish_and_names_those_it_cuts(worl
     short, long = world.client("short", n_predict=60), world.client("long")
     await eventually(lambda: short.sink.parts and long.sink.parts)
     pid = fleet.status("m").pid
-    job = fleet.begin_unload("m", deadline_s=4, reason="maintenance", audit=ME, mode="hold")
+    job = fleet.begin_unload("m", deadline_s=12, reason="maintenance", audit=ME, mode="hold")
     assert fleet.begin_unload("m", deadline_s=600).id == job.id, "joined; a later deadline changes nothing"
     held = world.client("held", n_predict=3)
     await asyncio.wait_for(short.task, 60)
@@ -388,14 +388,14 @@ async def test_a_drain_can_refuse_newcomers_and_leave_the_engine(worlds, engine_
     world = worlds({"m": model}, engine_binary)
     fleet = world.fleet
     await fleet.load("m")
-    running = world.client("running", n_predict=200)
+    running = world.client("running", n_predict=1500)
     await eventually(lambda: running.sink.parts)
-    job = fleet.begin_drain("m", deadline_s=60, reason="look into it")
+    job = fleet.begin_drain("m", deadline_s=200, reason="look into it")
     await asyncio.sleep(0)
     refused = world.client("refused")
     await refused.task
     assert refused.outcome == "model_draining"
-    ended = await fleet.jobs.wait(job.id, 60)
+    ended = await fleet.jobs.wait(job.id, 200)
     assert ended.state is JobState.DONE and ended.cut == () and running.outcome == "completed"
     assert fleet.status("m").state == "ready" and fleet.gates.gate("m").state is AdminState.BLOCKED
 

@@ -112,6 +112,92 @@ async def test_a_stop_that_fails_does_not_stay_stopping(
 
 
 @engine
+async def test_what_dies_late_takes_its_record_with_it(
+    worlds, engine_binary, mid_model, monkeypatch, tmp_path
+):
+    """A process that outlives its KILL for a while: as soon as it is gone there is nothing left to reconcile."""
+    state = StateDir.open(tmp_path / "state")
+    world = worlds({"m": {"path": mid_model}}, engine_binary, state=state)
+    fleet = world.fleet
+    await fleet.load("m")
+    pid, stop, late = fleet.status("m").pid, EngineProcess.stop, []
+
+    async def undying(self, grace_s):
+        late.append(self)
+        return StopReport(None, ("SIGTERM", "SIGKILL"), (self.pid,))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(EngineProcess, "stop", undying)
+        report = await asyncio.wait_for(fleet.force("m", audit=ME), LONG_S)
+    assert report.left == (pid,) and alive(pid)
+    [record] = fleet._runs.known("m")
+    [file] = (tmp_path / "state" / "runs").iterdir()
+    await stop(late[0], 0)
+    assert not alive(pid)
+    await eventually(lambda: not fleet._runs.known("m"), LONG_S)
+    assert record.pid == pid and not file.exists()
+    report = await fleet.reconcile("m")
+    assert report.clean, report
+
+
+@engine
+async def test_a_load_that_ends_by_itself_while_it_is_given_up_leaves_no_record(
+    worlds, engine_binary, mid_model, monkeypatch, tmp_path
+):
+    """The force comes while the failed load clears its own process away."""
+    state = StateDir.open(tmp_path / "state")
+    world = worlds({"m": {"path": mid_model}}, engine_binary, state=state)
+    fleet, kill, killing, go = world.fleet, EngineProcess.kill, asyncio.Event(), asyncio.Event()
+
+    async def held(self):
+        killing.set()
+        await go.wait()
+        return await kill(self)
+
+    monkeypatch.setattr(EngineProcess, "kill", held)
+    loading = asyncio.create_task(fleet.load("m"))
+    await eventually(lambda: fleet.status("m").pid, LONG_S)
+    os.kill(fleet.status("m").pid, signal.SIGKILL)
+    await asyncio.wait_for(killing.wait(), LONG_S)
+    forcing = asyncio.create_task(fleet.force("m", audit=ME))
+    await eventually(lambda: fleet.status("m").state == "stopping", LONG_S)
+    await asyncio.sleep(0)
+    go.set()
+    assert (await asyncio.wait_for(forcing, LONG_S)).clean
+    await asyncio.wait({loading})
+    assert loading.exception() is not None
+    await eventually(lambda: not fleet._runs.known("m"), LONG_S)
+
+
+@engine
+async def test_an_engine_that_is_being_cleared_away_is_no_stray(
+    worlds, engine_binary, mid_model, monkeypatch, tmp_path
+):
+    """Between the verdict over a wedged engine and the end of its process, reconcile has nothing to say."""
+    state = StateDir.open(tmp_path / "state")
+    model = {"path": mid_model, "restart": {"first_s": 0}}
+    world = worlds({"m": model}, engine_binary, state=state)
+    fleet, stop, go = world.fleet, EngineProcess.stop, asyncio.Event()
+    await fleet.load("m")
+    pid = fleet.status("m").pid
+
+    async def held(self, grace_s):
+        await go.wait()
+        return await stop(self, grace_s)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(EngineProcess, "stop", held)
+        os.kill(pid, signal.SIGSTOP)
+        await eventually(lambda: fleet.status("m").state == "failed", LONG_S)
+        report = await fleet.reconcile("m")
+        assert report.clean and report.state == "failed" and alive(pid), report
+        go.set()
+        await eventually(lambda: not alive(pid) and not fleet._runner("m").clearing, LONG_S)
+    report = await fleet.reconcile("m")
+    assert report.clean and not fleet._runs.known("m"), report
+
+
+@engine
 async def test_an_engine_that_will_not_die_does_not_hold_the_shutdown_up(
     worlds, engine_binary, mid_model, monkeypatch
 ):
@@ -221,7 +307,7 @@ async def test_a_gate_outlives_the_caller_of_a_force(worlds, engine_binary, mid_
     assert (await fleet.jobs.wait(job.id, LONG_S)).state is JobState.DONE
     written = tmp_path / "gates.json"
     kept = "bad disk" if then is Then.BLOCK else '"data": {}'
-    await eventually(lambda: kept in written.read_text())
+    await eventually(lambda: written.exists() and kept in written.read_text())
     assert fleet.gates.gate("m").open is (then is Then.OPEN)
 
 

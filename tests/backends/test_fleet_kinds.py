@@ -10,7 +10,6 @@ import textwrap
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 from proxy.backends import bringup
@@ -18,6 +17,7 @@ from proxy.errors import ErrorCode, ProxyError
 from proxy.settings import ConfigError
 from proxy.types import Cause
 from tests.backends.conftest import ALONE, ENDLESS, Collect, alive, completion, eventually, make_fleet
+from tests.support import processes
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.engine
@@ -30,7 +30,7 @@ async def test_a_command_runs_the_engine(fleets, engine_binary, mid_model):
     info = await fleet.load("c")
     assert info.slots == 2
     pid = fleet.status("c").pid
-    family = [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
+    family = [pid, *(child.pid for child in processes.below(pid))]
     assert len(family) == 3
     exchange = await fleet.upstream(fleet.key("c")).open(completion(3, stream=False))
     assert exchange.head.status == 200
@@ -44,9 +44,7 @@ async def test_a_crash_below_a_shell_is_seen(fleets, engine_binary, mid_model):
     fleet, seen = fleets({"c": {"cmd": command}}, engine_binary)
     await fleet.load("c")
     engine = next(
-        child
-        for child in psutil.Process(fleet.status("c").pid).children(recursive=True)
-        if child.name() == "llama-server"
+        child for child in processes.below(fleet.status("c").pid) if processes.name(child) == "llama-server"
     )
     os.kill(engine.pid, signal.SIGKILL)
     await eventually(lambda: seen.of("down"), 30)
@@ -325,7 +323,7 @@ async def test_a_killed_proxy_leaves_no_engine(engine_binary, mid_model, loop):
         while not line.startswith("READY"):
             line = await asyncio.to_thread(parent.stdout.readline)
             assert line, "the parent ended early"
-        family = [p.pid for p in psutil.Process(parent.pid).children(recursive=True)]
+        family = [p.pid for p in processes.below(parent.pid)]
         assert len(family) >= 5
         parent.kill()
         parent.wait(30)

@@ -1,6 +1,7 @@
 """Engines and the death of their proxy: nothing survives with `stop`, `keep` is taken over, strangers are left alone."""
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -22,6 +23,7 @@ from proxy.errors import ErrorCode, ProxyError
 from proxy.settings import Engine, Model
 from proxy.state import StateDir
 from tests.backends.conftest import alive, completion, eventually
+from tests.support.processes import GONE
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKEN = "a" * 32
@@ -235,11 +237,12 @@ def models(model, mode):
 def bearers(model):
     """Everything that runs for this model's file (or is about to), whoever its parent is."""
     found = []
-    for process in psutil.process_iter(["pid", "cmdline", "status"]):
-        words = process.info["cmdline"] or []
-        names_it = "-c" not in words[1:2] and any(str(model) in word for word in words)
-        if names_it and process.info["status"] != psutil.STATUS_ZOMBIE:
-            found.append(process.info["pid"])
+    for pid in psutil.pids():
+        with contextlib.suppress(*GONE, psutil.AccessDenied):
+            words = psutil.Process(pid).cmdline()
+            names_it = "-c" not in words[1:2] and any(str(model) in word for word in words)
+            if names_it and alive(pid):
+                found.append(pid)
     return found
 
 

@@ -140,13 +140,13 @@ async def test_a_model_makes_room_for_another_and_a_busy_one_only_after_a_while(
     await fleet.load("b")
     assert [s.state.value for s in fleet.statuses()] == ["unloaded", "ready", "ready"]
     assert ("a", "ready", "stopping", "evict") in seen.of("state")
-    exchange, sink = await fleet.upstream(fleet.key("b")).open(completion(700)), Collect()
+    exchange, sink = await fleet.upstream(fleet.key("b")).open(completion(1500)), Collect()
     pump = asyncio.create_task(exchange.attach(sink))
     await sink.first.wait()
     job = fleet.begin_load("a")
     await eventually(lambda: fleet.status("a").stage == "memory")
     assert fleet.status("b").state == "ready"
-    await asyncio.wait_for(pump, 120)
+    await asyncio.wait_for(pump, 240)
     assert b'"stop":true' in sink.body
     assert (await fleet.jobs.wait(job.id, 60)).state == "done"
     assert fleet.status("b").state == "unloaded"

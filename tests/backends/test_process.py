@@ -20,6 +20,7 @@ from proxy.backends.logtail import LogTail
 from proxy.backends.output import LogFile
 from proxy.backends.process import EngineProcess, describe_exit, process_status
 from tests.backends.conftest import alive, eventually
+from tests.support import processes
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -125,7 +126,7 @@ async def test_a_stopped_process_is_killed_at_once(watch):
     )
     pid = int(await said(process, "pid"))
     os.kill(pid, signal.SIGSTOP)
-    await eventually(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+    await eventually(lambda: processes.status(pid) == "stopped")
     began = time.monotonic()
     report = await process.stop(60)
     assert time.monotonic() - began < 30 and report.signals == ("SIGKILL",) and report.left == ()
@@ -324,3 +325,51 @@ def test_descendants_are_found_while_others_vanish(monkeypatch):
         parent.stdin.close()
     monkeypatch.setattr("psutil.Process.status", torn)
     assert process_status(os.getpid()) == "dead"
+
+
+def test_a_drained_pipe_is_closed_once():
+    """On the loop of production, while threads open files: none of them loses a descriptor that it was just given."""
+    code = """
+        import asyncio, os, threading, uvloop
+        from proxy.backends.logtail import LogTail
+        from proxy.backends.output import PipeDrain
+
+        lost, over = [], threading.Event()
+
+        def opens():
+            while not over.is_set():
+                try:
+                    mine = os.open("/proc/self/stat", os.O_RDONLY)
+                    for _ in range(3):
+                        os.fstat(mine)
+                    os.close(mine)
+                except OSError as error:
+                    lost.append(str(error))
+
+        async def main():
+            for number in range(3000):
+                read, write = os.pipe()
+                drain = PipeDrain(read, LogTail(), None)
+                if number % 2:
+                    os.close(write)
+                    await asyncio.wait_for(drain.ended.wait(), 60)
+                drain.close()
+                await asyncio.sleep(0)
+                if not number % 2:
+                    os.close(write)
+
+        threads = [threading.Thread(target=opens) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        try:
+            uvloop.run(main())
+        finally:
+            over.set()
+            for thread in threads:
+                thread.join()
+        assert not lost, lost[:3]
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr

@@ -14,6 +14,7 @@ from typing import Any, Self
 import psutil
 import yaml
 
+from tests.support import processes
 from tests.support.wait import until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -96,14 +97,11 @@ class Proxy:
 
     def children(self) -> list[psutil.Process]:
         """Return all living descendants."""
-        try:
-            return [p for p in psutil.Process(self.pid).children(recursive=True) if p.status() != "zombie"]
-        except psutil.NoSuchProcess:
-            return []
+        return processes.below(self.pid)
 
     def engines(self) -> list[psutil.Process]:
         """Return the living llama-server processes below the proxy."""
-        return [p for p in self.children() if "llama-server" in p.name()]
+        return [p for p in self.children() if "llama-server" in processes.name(p)]
 
     def stop(self, sig: int = signal.SIGTERM, timeout_s: float = 30.0) -> int:
         """Send a signal and wait for the end."""
@@ -123,9 +121,7 @@ class Proxy:
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait(10)
-        for child in left:
-            if child.is_running():
-                child.kill()
+        processes.kill(left)
 
     def get(self, path: str, timeout_s: float = 10.0, headers: Mapping[str, str] | None = None) -> Any:
         """GET a JSON document."""

@@ -46,7 +46,7 @@ def test_five_seconds_without_a_view(
 ) -> None:
     """Meanwhile one client leaves, a stranger takes a slot, others are served; the metric tells the age; afterwards
     one line says what was found, and the books are right again."""
-    engine = f"${{ENGINE}} -m {zoo('llama-mid')} -t 1 -np 4 -c 32768 --phase-policy mixed"
+    engine = f"${{ENGINE}} -m {zoo('llama-mid')} -t 1 -np 4 -c 131072 --phase-policy mixed"
     command = f"{sys.executable} {VEIL} {tmp_path} ${{PORT}} {engine}"
     # the watchdog would take so long a silence for a wedge
     proxy = start({"models": {"m": {"cmd": command, "wedge_after_s": 0}}}, traced=True)

@@ -97,7 +97,7 @@ def test_first_token_timeout(start: Callable[..., Proxy], demo_model: Path) -> N
 
 def test_total_timeout(start: Callable[..., Proxy], zoo: Callable[[str], Path]) -> None:
     """A stream that is too long as a whole ends with an event."""
-    proxy = start(one_slot(zoo("llama-mid"), {"total_timeout_s": 8}))
+    proxy = start(one_slot(zoo("llama-mid"), {"total_timeout_s": 5}))
     assert proxy.post("/api/models/m/load?wait=60", {}, timeout_s=70)[1]["status"] == "ready"
     events = ask(proxy, 16_000)
     assert events.head() == 200

@@ -210,7 +210,7 @@ def test_leaving_during_prefill_stays_charged_until_the_engine_lets_go(
         assert max(seen) < words * 3 / 4, "it read on for nobody"
         assert "ready" not in {e["event"] for e in engine_events(proxy) if e["request"] == f"{name}.1"}
         steps = proxy.trace()[before:]
-        steps = steps[next(place for place, step in enumerate(steps) if step["granted"]) :]
+        steps = steps[next(place for place, step in enumerate(steps) if name in dict(step["granted"])) :]
         books = [(step["books"][0]["charged"], step["books"][0]["cancelling"]) for step in steps]
         dropped = books.index((0, 0))
         assert set(books[:dropped]) == {(1, 0), (1, 1)}

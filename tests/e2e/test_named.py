@@ -1,6 +1,5 @@
 """A model behind a name, from the command line's `serve` to the engine: the system's resolver, real engines."""
 
-import socket
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -8,9 +7,16 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.harness import Proxy
+from tests.support.ports import held_port
 from tests.support.wait import until
 
 pytestmark = pytest.mark.engine
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    with held_port() as held:
+        yield held
 
 
 @pytest.fixture
@@ -41,12 +47,9 @@ def engine(
 
 
 def test_a_name_is_served_shown_and_waited_for(
-    start: Callable[..., Proxy], engine: Callable[[int], None]
+    start: Callable[..., Proxy], engine: Callable[[int], None], port: int
 ) -> None:
     """A request comes before anything serves behind the name; it waits, is answered, and all of it can be seen."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     proxy = start({"models": {"far": {"dns": f"localhost:{port}", "description": "elsewhere"}}})
     engine(port)
     status, answer = proxy.post("/v1/completions", {"model": "far", "prompt": "a", "max_tokens": 3})

@@ -1,6 +1,5 @@
 """Operators' orders over HTTP against the real proxy and the real engine: every request has one end, nothing is left."""
 
-import contextlib
 import json
 import os
 import signal
@@ -17,6 +16,7 @@ import pytest
 from tests.e2e.client import RawStream, data
 from tests.e2e.conftest import EXACT, ROOM, model
 from tests.e2e.harness import Proxy
+from tests.support import processes
 from tests.support.wait import until
 
 pytestmark = pytest.mark.engine
@@ -94,8 +94,7 @@ def force(proxy: Proxy, **order: Any) -> dict[str, Any]:
     pid = proxy.get("/api/models/m")["backend"]["pid"]
     family = [pid] if pid else []
     # one that was just killed may be gone by now
-    with contextlib.suppress(psutil.NoSuchProcess):
-        family += [p.pid for p in psutil.Process(pid).children(recursive=True)] if pid else []
+    family += [p.pid for p in processes.below(pid)] if pid else []
     began = time.monotonic()
     status, answer = proxy.post(UNLOAD, {"force": True, **order})
     assert time.monotonic() - began < BOUND_S
@@ -212,9 +211,9 @@ def test_force_in_every_state(start: Callable[..., Proxy], zoo: Callable[[str], 
     # on an engine that is stopped
     running = Client(proxy, {**LONG, "stream": True}, "stopped")
     assert running.first.wait(60)
-    stopped = psutil.Process(engine())
-    stopped.suspend()
-    until("all of it is stopped", lambda: stopped.status() == psutil.STATUS_STOPPED)
+    stopped = engine()
+    os.kill(stopped, signal.SIGSTOP)
+    until("all of it is stopped", lambda: processes.status(stopped) == "stopped")
     assert force(proxy)["signals"] == ["SIGKILL"]
     running.unloaded()
     nothing_left(proxy)

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.engine
 @pytest.fixture
 def phased(start: Callable[..., Proxy], zoo: Callable[[str], Path]) -> Proxy:
     """A slow model with two slots under `drain`."""
-    args = ["-t", "1", "-np", "2", "-c", "8192"]
+    args = ["-t", "1", "-np", "2", "-c", "65536"]
     return start({"models": {"m": {"path": str(zoo("llama-mid")), "args": args, "phase_policy": "drain"}}})
 
 
@@ -38,7 +38,7 @@ def places(proxy: Proxy) -> list[dict[str, Any]]:
 
 def test_a_slot_is_tied_to_its_request(phased: Proxy) -> None:
     """The engine carries our tag, so the mirror knows whose slot it is and where its request stands."""
-    stream = ask(phased, 3000)
+    stream = ask(phased, 20_000)
     assert stream.head() == 200
     stream.event()
     tag = f"{stream.headers['x-request-id']}.1"
@@ -51,11 +51,12 @@ def test_a_slot_is_tied_to_its_request(phased: Proxy) -> None:
     assert phased.metric("llama_proxy_engine_phase", model="m", phase="generate") == 1
     assert phased.metric("llama_proxy_engine_phase", model="m", phase="unknown") == 0
     assert phased.get("/api/models/m")["backend"]["policy"] == "drain"
+    stream.close()
 
 
 def test_the_standby_waits_natively_and_the_rest_waits_here(phased: Proxy) -> None:
     """Two run, one is the engine's standby, the others stay in the proxy's queue with a reason."""
-    running = [ask(phased, 3000) for _ in range(2)]
+    running = [ask(phased, 20_000) for _ in range(2)]
     for stream in running:
         assert stream.head() == 200
         stream.event()
@@ -109,7 +110,7 @@ def test_cohorts_and_waits_are_counted_from_the_engines_own_events(phased: Proxy
 def test_the_cohort_is_named_where_it_was_seen(phased: Proxy) -> None:
     """A plain answer, whose head comes last, names its cohort (a stream's head comes before there is one)."""
     ask(phased, 1).head()
-    answer = ask(phased, 200, stream=False)
+    answer = ask(phased, 800, stream=False)
     assert answer.head() == 200
     assert int(answer.headers["x-cohort-id"]) >= 1
 

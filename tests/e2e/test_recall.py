@@ -45,7 +45,7 @@ def test_a_higher_class_gets_into_the_next_cohort_by_recall(
 ) -> None:
     """While one runs, the engine's free slot and its standby place go from batch requests to interactive ones;
     each batch request is recalled once, is told so in its stream, and is served whole afterwards."""
-    args = ["-t", "1", "-np", "2", "-c", "8192"]
+    args = ["-t", "1", "-np", "2", "-c", "32768"]
     proxy = start(
         {
             "server": SERVER,
@@ -54,7 +54,7 @@ def test_a_higher_class_gets_into_the_next_cohort_by_recall(
         },
         traced=True,
     )
-    running = ask(proxy, "kb", "running", 6000)
+    running = ask(proxy, "kb", "running", 16_000)
     assert running.head() == 200
     while data(running.event()) is None:
         pass

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from tests.e2e.client import RawStream
-from tests.e2e.conftest import model
+from tests.e2e.conftest import ROOM, model
 from tests.e2e.harness import Proxy
 from tests.support.wait import until
 
@@ -23,7 +23,7 @@ def test_only_changed_models_drain_and_restart(
     proxy = start(
         {
             "models": {
-                name: model(path, stop={"drain_s": 300}, aliases=["shared"] if name == "goes" else [])
+                name: model(path, *ROOM, stop={"drain_s": 300}, aliases=["shared"] if name == "goes" else [])
                 for name in ("stays", "changes", "goes")
             }
         }
@@ -40,7 +40,10 @@ def test_only_changed_models_drain_and_restart(
         return found
 
     entries = proxy.config["models"]
-    streams = {name: stream(name, 1000) for name in ("stays", "changes", "goes")}
+    # the last is still at work when it is asked for again
+    streams = {
+        name: stream(name, count) for name, count in (("stays", 1000), ("changes", 1000), ("goes", 2500))
+    }
     pids = {name: shown(name)["backend"]["pid"] for name in streams}
     entries["changes"]["args"] = ["-t", "1", "-np", "2", "-c", "4096"]
     entries["comes"] = model(zoo("llama"), aliases=["shared"])

@@ -2,7 +2,8 @@
 
 import asyncio
 import random
-from collections.abc import Callable, Mapping
+import resource
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,17 @@ class Done:
 
     key: str
     tokens: float
+
+
+@pytest.fixture(autouse=True)
+def _many_files() -> Iterator[None]:
+    """Each client takes one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 4096:
+        pytest.skip(f"needs a hard limit of 4096 open files, here it is {hard}")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 4096) if soft > 0 else soft, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @pytest.fixture

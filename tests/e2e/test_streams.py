@@ -1,7 +1,6 @@
 """Streams through the proxy are the engine's own."""
 
 import json
-import socket
 import subprocess
 import sys
 import threading
@@ -16,6 +15,7 @@ from tests.e2e.client import RawStream, data
 from tests.e2e.conftest import EXACT, model
 from tests.e2e.harness import Proxy
 from tests.e2e.relay import PACED, Relay, dechunked
+from tests.support.ports import held_port
 from tests.support.wait import until
 
 pytestmark = pytest.mark.engine
@@ -27,10 +27,7 @@ VOLATILE = ("id", "created", "timings", "id_slot", "__verbose")
 @pytest.fixture
 def engine_alone(engine_binary: Path, zoo: Callable[[str], Path], tmp_path: Path) -> Iterator[str]:
     """The same engine and model without a proxy."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    with (tmp_path / "alone.log").open("wb") as log:
+    with held_port() as port, (tmp_path / "alone.log").open("wb") as log:
         process = subprocess.Popen(
             [str(engine_binary), "-m", str(zoo("llama")), "--host", "127.0.0.1", "--port", str(port), "--alias", "tiny",
              "-t", "1", "-np", "4", "-c", "8192", "-b", "512", *EXACT], stdout=log, stderr=log,

@@ -18,9 +18,12 @@ from pathlib import Path
 async def main() -> None:
     folder, port, *command = sys.argv[1:]
     cut, swallowed = Path(folder) / "cut", Path(folder) / "swallowed"
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        own = probe.getsockname()[1]
+    # kept to the end: nobody else is given the port, and the engine allows its address to be used again
+    held = socket.socket()
+    for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):
+        held.setsockopt(socket.SOL_SOCKET, option, 1)
+    held.bind(("127.0.0.1", 0))
+    own = held.getsockname()[1]
     # the proxy's key is for the proxy; strangers may come, too
     env = {name: value for name, value in os.environ.items() if name != "LLAMA_API_KEY"}
     engine = await asyncio.create_subprocess_exec(
@@ -54,6 +57,7 @@ async def main() -> None:
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, engine.kill)
     await engine.wait()
     server.close()
+    held.close()
 
 
 if __name__ == "__main__":

@@ -87,7 +87,7 @@ def test_contract_incompatible_groups_in_one_cohort(
     """Four adapters' answers are right, and the groups take turns: nobody is silent for long."""
     wanted = _lora_references(oracle, 150)
     args = (*EXACT, *_loras(), "-b", "64", "--phase-yield-ms", "600000")
-    server = engine(policy=policy, args=(*args, "--phase-admit-ms", "300"))
+    server = engine(policy=policy, args=(*args, "--phase-admit-ms", "20000"))
     _assert_equal(_run_all(server, wanted), wanted)
 
     cohorts = {Story(server.events()).cohort(f"r{number}") for number in range(4)}

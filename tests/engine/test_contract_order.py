@@ -6,7 +6,7 @@ the engine's numbered transitions, and from its trace of decoded views.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -21,6 +21,8 @@ from tests.engine.enginekit.waiting import eventually
 POLICIES = ("drain", "yield")
 UNEQUAL = {"ascending": (20, 150, 400), "descending": (400, 150, 20), "middle": (150, 20, 400)}
 SLOW = "llama-mid"
+LONGER = (900, 3600, 12_000)
+"""Words of a prompt that should still be read when its reading was looked at: the next where it was not."""
 
 
 def _array(server: Server, counts: tuple[int, ...]) -> bool:
@@ -70,31 +72,51 @@ def test_contract_final_progress_is_sent_once(engine: EngineFactory, policy: str
         assert len(finals) == 1, finals
 
 
+def _happened(server: Server, event: str, tag: str, since: int = 0) -> None:
+    """Wait for it by the record, which keeps what a look at the slots would have missed."""
+    eventually(lambda: Story(server.events(since)).all(event, tag), f"{event} of {tag}")
+
+
+def _look(server: Server) -> tuple[list[str], dict[str, Any], dict[str, float]]:
+    """Return slots, engine and metrics, one asked after the other."""
+    return server.members(), server.phase(), server.metrics()
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("slots", [(0, 3), (3, 0)], ids=["long-first", "short-first"])
 def test_contract_a_short_prompt_that_joins_waits(
     engine: EngineFactory, policy: str, slots: tuple[int, int]
 ) -> None:
     """Joined while the long prompt is processed: ready, sealed, silent, then both start."""
-    server = engine(SLOW, policy, ("-b", "128"))
-    long = server.stream(words(900), 8, tag="long", id_slot=slots[0])
-    long.wait_progress()
-    short = server.stream(words(15, 1), 8, tag="short", id_slot=slots[1])
-    eventually(lambda: server.members()[slots[1]] == "ready", "the short member is ready")
-    assert server.members()[slots[0]] == "prefill"
-    assert server.phase()["sealed"] is True
-    assert not any(e.is_token for e in (*long.events, *short.events))
-    metrics = server.metrics()
+    server = engine(SLOW, policy, ("-b", "128"), context=131072)
+    seen = False
+    for count in LONGER:
+        start = server.events()[-1].seq if server.events() else 0
+        views = len(server.trace())
+        long = server.stream(words(count), 8, tag="long", id_slot=slots[0])
+        long.wait_progress()
+        short = server.stream(words(15, 1), 8, tag="short", id_slot=slots[1])
+        _happened(server, "ready", "short", start)
+        members, phase, metrics = _look(server)
+        tokens = [e for e in (*long.events, *short.events) if e.is_token]
+        # what was looked at belongs together only if the long prompt was still read afterwards
+        seen = not Story(server.events(start)).all("ready", "long")
+        long.ok()
+        short.ok()
+        if seen:
+            break
+    assert seen, "the long prompt was read too fast each time"
+    assert (members[slots[1]], members[slots[0]]) == ("ready", "prefill")
+    assert phase["sealed"] is True
+    assert not tokens
     assert (metrics["phase_state"], metrics["phase_members_ready"]) == (2, 1)
-    long.ok()
-    short.ok()
 
-    story = Story(server.events())
+    story = Story(server.events(start))
     assert story.cohort("long") == story.cohort("short")
     assert (story.slot("long"), story.slot("short")) == slots
     assert story.seq("ready", "short") < story.seq("seal") < story.seq("ready", "long")
     assert story.seq("ready", "long") < story.seq("open")
-    kinds = ["prompt" if view.prompt else "generated" for view in server.trace()]
+    kinds = ["prompt" if view.prompt else "generated" for view in server.trace()[views:]]
     assert kinds == sorted(kinds, reverse=True), "a prompt view after a generated one"
 
 
@@ -102,11 +124,13 @@ def test_contract_a_short_prompt_that_joins_waits(
 def test_contract_a_late_arrival_waits_for_the_drain(engine: EngineFactory, policy: str) -> None:
     """On a free slot, during decode: no prompt token until the cohort is gone, then it runs."""
     server = engine(SLOW, policy, ("--phase-yield-ms", "600000"))
-    first = server.stream(words(10), 300, tag="first")
+    first = server.stream(words(10), 1000, tag="first")
     first.wait_token()
     late = server.stream(words(30, 1), 5, tag="late")
-    eventually(lambda: "queued" in server.members(), "the late one queues")
-    assert server.metrics()["phase_members_queued"] == 1
+    _happened(server, "admit", "late")
+    queued = server.metrics()["phase_members_queued"]
+    if not Story(server.events()).all("release", "first"):
+        assert queued == 1
     late.ok()
     first.ok()
 
@@ -133,16 +157,21 @@ def assert_no_token_before_the_drain(server: Server, first: str, late: str) -> N
 @pytest.mark.parametrize("policy", POLICIES)
 def test_contract_staggered_arrivals_cannot_hold_a_cohort_open(engine: EngineFactory, policy: str) -> None:
     """After the first member is ready nobody joins, however many arrive one after the other."""
-    server = engine(SLOW, policy, ("-b", "128", "--phase-yield-ms", "600000"))
-    long = server.stream(words(900), 20, tag="long")
-    long.wait_progress()
-    quick = server.stream(words(5, 1), 4, tag="quick")
-    eventually(lambda: "ready" in server.members(), "a member is ready")
-    late = [server.stream(words(5, seed), 4, tag=f"late{seed}") for seed in (2, 3, 4, 5)]
-    for exchange in (long, quick, *late):
-        exchange.ok()
-
-    story = Story(server.events())
+    server = engine(SLOW, policy, ("-b", "128", "--phase-yield-ms", "600000"), context=131072)
+    for count in LONGER:
+        start = server.events()[-1].seq if server.events() else 0
+        long = server.stream(words(count), 20, tag="long")
+        long.wait_progress()
+        quick = server.stream(words(5, 1), 4, tag="quick")
+        _happened(server, "ready", "quick", start)
+        late = [server.stream(words(5, seed), 4, tag=f"late{seed}") for seed in (2, 3, 4, 5)]
+        reading = not Story(server.events(start)).all("ready", "long")
+        for exchange in (long, quick, *late):
+            exchange.ok()
+        if reading:
+            break
+    story = Story(server.events(start))
+    assert reading, "the long prompt was read too fast each time"
     assert story.cohort("quick") == story.cohort("long")
     for seed in (2, 3, 4, 5):
         assert story.cohort(f"late{seed}") > story.cohort("long")
@@ -163,45 +192,62 @@ def test_contract_shares_are_fair(engine: EngineFactory, policy: str) -> None:
     assert all(max(v.slots.values()) - min(v.slots.values()) <= 1 for v in views[:-3]), views
 
 
-def _slots_when(server: Server, wanted: Callable[[list[str]], bool], what: str) -> list[str]:
-    return eventually(lambda: m if wanted(m := server.members()) else None, what)
-
-
 @pytest.mark.parametrize("policy", POLICIES)
 def test_contract_slots_and_metrics_tell_each_state(engine: EngineFactory, policy: str) -> None:
     """Open prefill, sealed prefill, generate, idle: every view of the engine agrees."""
-    server = engine(SLOW, policy, ("-b", "128", "--phase-yield-ms", "600000"))
+    server = engine(SLOW, policy, ("-b", "128", "--phase-yield-ms", "600000"), context=131072)
     assert server.phase()["engine"] == "idle"
     assert server.metrics()["phase_state"] == 0
-    long = server.stream(words(900), 200, tag="long")
-    long.wait_progress()
-    phase = next(s["phase"] for s in server.slots() if s["phase"]["request"] == "long")
+    reading = False
+    for count in LONGER:
+        start = server.events()[-1].seq if server.events() else 0
+        long = server.stream(words(count), 12_000, tag="long")
+        long.wait_progress()
+        phase = next(s["phase"] for s in server.slots() if s["phase"]["request"] == "long")
+        metrics = server.metrics()
+        short = server.stream(words(5, 1), 12_000, tag="short")
+        _happened(server, "ready", "short", start)
+        sealed = _look(server)
+        # what was looked at belongs together only if the long prompt was still read afterwards
+        reading = not Story(server.events(start)).all("ready", "long")
+        if reading:
+            break
+        server.cut_all()
+        server.wait_idle()
+    assert reading, "the long prompt was read too fast each time"
     assert (phase["engine"], phase["member"], phase["sealed"]) == ("prefill", "prefill", False)
     assert phase["n_prompt_total"] > 900
-    assert server.metrics()["phase_state"] == 1
-    short = server.stream(words(5, 1), 150, tag="short")
-    _slots_when(server, lambda m: "ready" in m and "prefill" in m, "sealed")
-    assert server.metrics()["phase_state"] == 2
+    assert metrics["phase_state"] == 1
+    assert {"ready", "prefill"} <= set(sealed[0])
+    assert sealed[2]["phase_state"] == 2
     short.wait_token()
-    assert _slots_when(server, lambda m: m.count("generate") == 2, "both generate")
+    eventually(lambda: server.members().count("generate") == 2, "both generate")
     metrics = server.metrics()
     assert (metrics["phase_state"], metrics["phase_members_generate"]) == (3, 2)
     assert server.phase()["engine"] == "generate"
     assert server.phase()["sealed"] is False
-    long.ok()
-    short.ok()
+    server.cut_all()
     server.wait_idle()
     assert server.phase()["engine"] == "idle"
 
 
 def test_contract_a_long_decode_call_is_visible(engine: EngineFactory) -> None:
     """`decode_running_ms` grows while a decode call runs, and is 0 when none does."""
-    server = engine(SLOW, args=("-b", "2048", "-ub", "2048"))
+    server = engine(SLOW, args=("-b", "8192", "-ub", "8192"), context=65536)
     assert server.phase()["decode_running_ms"] == 0
-    running = server.stream(words(1100), 3)
-    first = eventually(lambda: server.phase()["decode_running_ms"], "a decode call runs")
-    eventually(lambda: server.phase()["decode_running_ms"] > first + 20, "it goes on")
-    running.ok()
+
+    def grows(count: int) -> bool:
+        running = server.stream(words(count), 3)
+        first, found = 0.0, False
+        while not found and not running.done:
+            now = server.phase()["decode_running_ms"]
+            found = 0 < first < now - 20
+            first = first or now
+        running.ok()
+        return found
+
+    # the longer one is for a machine that is too fast for the first
+    assert any(map(grows, (1100, 4500)))
     server.wait_idle()
     assert server.phase()["decode_running_ms"] == 0
 

@@ -9,9 +9,10 @@ from tests.engine.enginekit.check import assert_equal_tokens
 from tests.engine.enginekit.phase import Story
 from tests.engine.enginekit.prompts import words
 from tests.engine.enginekit.server import EXACT, Server
+from tests.engine.enginekit.waiting import eventually
 
 POOL = 1024
-ARGS = (*EXACT, "--kv-unified", "-b", "128", "--phase-admit-ms", "300", "--no-cache-idle-slots")
+ARGS = (*EXACT, "--kv-unified", "-b", "128", "--phase-admit-ms", "2000", "--no-cache-idle-slots")
 
 
 def _tokens(server: Server, prompt: str) -> int:
@@ -34,6 +35,8 @@ def test_what_does_not_fit_together_runs_one_after_another(
     assert held > POOL, held
     assert _tokens(server, long.body["prompt"]) + copies * 12 < POOL
     first = server.start({**short.body, "stream": True, "return_progress": True}, tag="short")
+    # the order of arrival is the engine's, not that of two threads
+    eventually(lambda: Story(server.events()).all("admit", "short"), "the short one is there")
     more = {"n_cmpl": copies} if copies > 1 else {"stream": True, "return_progress": True}
     second = server.start({**long.body, **more}, tag="long")
     assert_equal_tokens(first.ok(timeout_s=120).token_ids, short.tokens, "the short answer")

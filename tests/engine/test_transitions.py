@@ -217,7 +217,8 @@ def _seal_sizes_and_gaps(server: Server) -> tuple[list[int], list[float]]:
 def test_one_standby_fills_the_cohorts(engine: EngineFactory) -> None:
     """Continuous requests of different lengths, slots + 1 in flight: full cohorts, short gaps."""
     server = engine("llama-mid", "drain", ("-b", "512"))
-    _keep_busy(server, 60, (20, 33, 47, 61, 26), None)
+    # far enough apart for whoever follows to be there before the next one ends
+    _keep_busy(server, 48, (20, 100, 180, 60, 140), None)
     sizes, gaps = _seal_sizes_and_gaps(server)
     steady = sizes[1:-2]
     assert len(steady) >= 8
@@ -229,7 +230,7 @@ def test_one_standby_fills_the_cohorts(engine: EngineFactory) -> None:
 def test_a_hint_fills_cohorts_of_equal_answers(engine: EngineFactory) -> None:
     """All members end in one step: the standby's hint holds the window until its companions come."""
     server = engine("llama-mid", "drain", ("-b", "512"))
-    _keep_busy(server, 48, (30,), "60")
+    _keep_busy(server, 48, (30,), "500")
     sizes, _ = _seal_sizes_and_gaps(server)
     steady = sizes[1:-2]
     assert len(steady) >= 6
@@ -242,19 +243,27 @@ def _deferred(server: Server, count: int, running: Exchange) -> bool:
 
 def test_deferred_requests_keep_their_order(engine: EngineFactory) -> None:
     """When several slots are freed in one step, those who waited longest come first."""
-    server = engine("llama-mid", "drain", ("-b", "512"))
-    running = server.stream([words(9, n) for n in range(4)], 60)
-    running.wait_token()
-    waiting = []
-    for number in range(8):
-        waiting.append(server.start(greedy(words(9, 10 + number), 10), tag=f"w{number}"))
-        eventually(partial(_deferred, server, number + 1, running), "it is deferred")
-    for exchange in (running, *waiting):
-        exchange.ok()
-    story = Story(server.events())
-    order = sorted(range(8), key=lambda n: story.seq("admit", f"w{n}"))
-    assert order == list(range(8)), order
-    cohorts: dict[int, list[int]] = defaultdict(list)
-    for number in range(8):
-        cohorts[story.cohort(f"w{number}")].append(number)
-    assert [sorted(v) for _, v in sorted(cohorts.items())] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    server = engine("llama-mid", "drain", ("-b", "512"), context=32768)
+
+    def in_time(tokens: int) -> bool:
+        running = server.stream([words(9, n) for n in range(4)], tokens)
+        running.wait_token()
+        waiting = []
+        for number in range(8):
+            waiting.append(server.start(greedy(words(9, 10 + number), 10), tag=f"w{tokens}.{number}"))
+            eventually(partial(_deferred, server, number + 1, running), "it is deferred")
+        late = running.done
+        for exchange in (running, *waiting):
+            exchange.ok()
+        if late:
+            return False
+        story = Story(server.events())
+        order = sorted(range(8), key=lambda n: story.seq("admit", f"w{tokens}.{n}"))
+        assert order == list(range(8)), order
+        cohorts: dict[int, list[int]] = defaultdict(list)
+        for number in range(8):
+            cohorts[story.cohort(f"w{tokens}.{number}")].append(number)
+        assert [sorted(v) for _, v in sorted(cohorts.items())] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+        return True
+
+    assert any(map(in_time, (300, 1500, 6000))), "the running ones ended too early each time"

@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import time
 import urllib.request
@@ -26,6 +25,7 @@ from proxy.engine.series import OVERLAY_DIR, read_patch_set
 from proxy.engine.source import ArchiveSource
 from proxy.engine.tree import compose, sync_tree
 from proxy.engine.workflow import check_round_trip
+from tests.support.ports import held_port
 
 pytestmark = [pytest.mark.engine_build, pytest.mark.timeout(3600)]
 
@@ -47,39 +47,37 @@ def source(built: EnginePaths) -> ArchiveSource:
 @pytest.fixture
 def router(built: EnginePaths, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     """The engine without a model, which is its router mode: it answers /props at once."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    arguments = [
-        str(built.server),
-        "-t",
-        "1",
-        "--host",
-        "127.0.0.1",
-        "--port",
-        str(port),
-        "--models-dir",
-        str(tmp_path),
-    ]
-    with (tmp_path / "log").open("wb") as log:
-        process = subprocess.Popen(
-            arguments, stdout=log, stderr=subprocess.STDOUT, env=os.environ | {"HOME": str(tmp_path)}
-        )
-    url = f"http://127.0.0.1:{port}"
-    deadline = time.monotonic() + READY_S
-    try:
-        while True:
-            try:
-                with urllib.request.urlopen(f"{url}/health", timeout=5):
-                    break
-            except OSError:
-                assert process.poll() is None, (tmp_path / "log").read_text()
-                assert time.monotonic() < deadline, (tmp_path / "log").read_text()
-                time.sleep(0.05)
-        yield process, url
-    finally:
-        process.kill()
-        process.wait(10)
+    with held_port() as port:
+        arguments = [
+            str(built.server),
+            "-t",
+            "1",
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(port),
+            "--models-dir",
+            str(tmp_path),
+        ]
+        with (tmp_path / "log").open("wb") as log:
+            process = subprocess.Popen(
+                arguments, stdout=log, stderr=subprocess.STDOUT, env=os.environ | {"HOME": str(tmp_path)}
+            )
+        url = f"http://127.0.0.1:{port}"
+        deadline = time.monotonic() + READY_S
+        try:
+            while True:
+                try:
+                    with urllib.request.urlopen(f"{url}/health", timeout=5):
+                        break
+                except OSError:
+                    assert process.poll() is None, (tmp_path / "log").read_text()
+                    assert time.monotonic() < deadline, (tmp_path / "log").read_text()
+                    time.sleep(0.05)
+            yield process, url
+        finally:
+            process.kill()
+            process.wait(10)
 
 
 def test_it_verifies_and_says_what_it_is(built: EnginePaths) -> None:

@@ -116,7 +116,7 @@ class PacedEngine:
                 finally:
                     work.cancel()
                     watch.cancel()
-                    await asyncio.wait({work, watch})
+                    await asyncio.gather(work, watch, return_exceptions=True)
                     self.active.pop(seen.tag, None)
                 served += 1
         except (ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):

@@ -9,6 +9,8 @@ import sys
 import aiohttp
 import yaml
 
+from tests.support.ports import held_port
+
 from .test_forward import CHAT, chat
 from .test_requests import ALICE, KEYS
 from .world import house, settings, until
@@ -60,14 +62,15 @@ async def test_list_and_cancel():
         await until(lambda: h.live() == 0)
 
 
-async def test_every_failure_has_its_exit_code(tmp_path, unused_tcp_port):
+async def test_every_failure_has_its_exit_code(tmp_path):
     async with house(settings(server=KEYS)) as h:
         _, _, err = await run("requests", "--url", h.base, "--key", "wrong", check=1)
         assert "server.admin_keys" in err
         _, out, _ = await run("cancel", "--url", h.base, "--key", "ka", "x", "--json", check=1)
         assert json.loads(out)["exit_code"] == 1
         await run("requests", "--url", h.base, "--key", "adm", "--model", "nobody", check=4)
-        _, _, err = await run("requests", "--url", f"http://127.0.0.1:{unused_tcp_port}", check=3)
+        with held_port() as nobody:
+            _, _, err = await run("requests", "--url", f"http://127.0.0.1:{nobody}", check=3)
         assert "no proxy answers" in err
         await run("requests", "--url", "ftp://x", check=2)
         await run("cancel", check=2)

@@ -11,6 +11,7 @@ from proxy.http.reply import Reply
 from proxy.sse import Splitter
 from proxy.types import MemberState, TicketState
 
+from .paced import events
 from .test_forward import CHAT, chat
 from .test_loss import Client
 from .world import house, settings, until
@@ -52,11 +53,14 @@ async def test_death_in_the_middle_of_an_event(path, ends):
 
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/completions", "/completion", "/v1/messages", "/v1/responses"])
-@pytest.mark.parametrize("die", ["early_end", "half_end"])
+@pytest.mark.parametrize("die", ["early_end", "half_end", "half of the last"])
 async def test_a_stream_that_only_stops_is_told_from_a_finished_one(path, die):
-    """An engine that shuts down ends its chunks properly, without the last event of a whole stream."""
+    """An engine that shuts down ends its chunks properly, without the last event of a whole stream, or within it."""
     async with house() as h, aiohttp.ClientSession(h.base) as client:
-        async with client.post(path, json=chat(True, die=die, die_after=4)) as answer:
+        after = 4
+        if die == "half of the last":
+            die, after = "half_end", len(list(events(path, {}, 5, 0, "\n\n"))) - 1
+        async with client.post(path, json=chat(True, die=die, die_after=after)) as answer:
             body = await answer.read()
         whole_events(body)
         assert "without finishing" in json.dumps(last_event(body)[1])

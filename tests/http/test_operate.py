@@ -238,7 +238,7 @@ async def test_leases_are_held_listed_released_and_told(tmp_path):
             first = await watcher.until("snapshot")
             assert first["leases"] == [] and first["jobs"] == []
             status, lease = await ask(client, "POST", "/api/leases", {"ttl_s": 60, "reason": "backup"})
-            assert status == 201 and lease["warning"] is None and 59 < lease["left_s"] <= 60
+            assert status == 201 and lease["warning"] is None and 50 < lease["left_s"] <= 60
             assert lease["by"] == {"key": "ops", "address": "127.0.0.1"}
             told = await watcher.until("lease", id=lease["id"])
             assert told["held"] and told["reason"] == "backup"

@@ -14,6 +14,7 @@ from proxy.sse import (
     Usage,
     UsageMeter,
     comment,
+    complete,
     content_chunks,
     data_event,
     ending,
@@ -84,6 +85,25 @@ def test_an_endless_event_passes_in_pieces_and_says_so():
     assert not splitter.on_boundary
     assert splitter.feed(b"z\n\n") == b"z\n\n"
     assert splitter.on_boundary
+
+
+@pytest.mark.parametrize(
+    ("event", "wanted"),
+    [
+        (b'data: {"stop":true}', True),
+        (b'event: x\r\ndata:{"a":1}\r\n', True),
+        (b'data: {"a":\ndata: 1}', True),
+        (b"data: [DONE]\n", True),
+        (b"", True),
+        (b"\n: a comment", True),
+        (b'data: {"stop":true,"timings":{', False),
+        (b"data: [DO", False),
+        (b"event: error", False),
+        (b"data:", False),
+    ],
+)
+def test_half_an_event_is_told_from_one_without_its_empty_line(event, wanted):
+    assert complete(event) is wanted
 
 
 def test_comments_are_one_line_whatever_is_in_them():

@@ -24,12 +24,13 @@ pytestmark = [pytest.mark.interop, pytest.mark.engine]
 
 COMMENTS_S = 0.2
 SILENCE_S = 5 * COMMENTS_S
+TRIES = 4
 BODY: dict[str, Any] = {
     "model": "m",
     "messages": [{"role": "user", "content": "Once upon a time there was a small box"}],
     "stream": True,
-    # so many that it takes a second: it must not be over before the engine is stopped
-    "max_tokens": 500,
+    # so many that it takes some seconds: it should not be over before the engine is stopped
+    "max_tokens": 1000,
     "temperature": 0,
     "ignore_eos": True,
 }
@@ -55,6 +56,8 @@ class Busy:
     def __init__(self, proxy: Proxy) -> None:
         self.proxy = proxy
         self.error: BaseException | None = None
+        self.late = False
+        """Whether the client's stream was over before the engine was stopped."""
         endless = {**BODY, "max_tokens": 7000}
         runs = RawStream(proxy.url, CHAT, endless)
         assert runs.head() == 200
@@ -80,11 +83,12 @@ class Busy:
             until("it was told so", lambda: sum(self._last()["waits_s"].values()) > SILENCE_S, WAIT_S)
             for stream in self.before:
                 stream.close()
-            until("its stream runs", lambda: self._last().get("tokens", 0) >= 3, WAIT_S)
+            until("its stream runs", lambda: not self.states() or self._last().get("tokens", 0) >= 3, WAIT_S)
             self.engine.suspend()
             try:
-                assert self._last().get("state") == "generating", "it was over before the engine was stopped"
-                time.sleep(SILENCE_S)
+                self.late = self._last().get("state") != "generating"
+                if not self.late:
+                    time.sleep(SILENCE_S)
             finally:
                 self.engine.resume()
         except BaseException as error:
@@ -109,11 +113,15 @@ def alone(proxy: Proxy, path: str) -> str:
 
 def test_the_comments_are_there(proxy: Proxy) -> None:
     """What the clients below survive: comments before the first event and between two events."""
-    busy = Busy(proxy)
-    stream = RawStream(proxy.url, CHAT, BODY, timeout_s=WAIT_S)
-    assert stream.head() == 200
-    events = stream.rest()
-    busy.over()
+    for _ in range(TRIES):
+        busy = Busy(proxy)
+        stream = RawStream(proxy.url, CHAT, BODY, timeout_s=WAIT_S)
+        assert stream.head() == 200
+        events = stream.rest()
+        busy.over()
+        if not busy.late:
+            break
+    assert not busy.late, "it was over each time before the engine was stopped"
     first = next(place for place, event in enumerate(events) if data(event) is not None)
     assert events[0].startswith(b": queued position=1 reason=")
     assert all(event.startswith(b": ") for event in events[:first])
@@ -124,8 +132,12 @@ def test_the_comments_are_there(proxy: Proxy) -> None:
 async def test_a_client_reads_on(proxy: Proxy, reads: Callable[..., Any], request: Any) -> None:
     path = "/v1/messages" if request.node.callspec.id == "anthropic" else CHAT
     wanted = await asyncio.to_thread(alone, proxy, path)
-    busy = await asyncio.to_thread(Busy, proxy)
-    try:
-        assert await asyncio.wait_for(reads(proxy.url, BODY), WAIT_S) == wanted
-    finally:
-        await asyncio.to_thread(busy.over)
+    for _ in range(TRIES):
+        busy = await asyncio.to_thread(Busy, proxy)
+        try:
+            assert await asyncio.wait_for(reads(proxy.url, BODY), WAIT_S) == wanted
+        finally:
+            await asyncio.to_thread(busy.over)
+        if not busy.late:
+            break
+    assert not busy.late, "it was over each time before the engine was stopped"

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from tests.llamacpp.runner import Outcomes
 
 REPEATS = 3
+CONFIRM = 5
 
 # runs tests by id and returns their outcomes
 Again = Callable[[Sequence[str]], Outcomes]
@@ -36,23 +37,31 @@ def _skips_always(rounds: Sequence[tuple[Outcomes, Outcomes]], name: str) -> boo
     return all(_outcome(now, name) == "skipped" for _, now in rounds)
 
 
-def compare(reference: Outcomes, found: Outcomes, unpatched: Again, patched: Again) -> Comparison:
-    """Run suspects again on both engines, `REPEATS` times.
-
-    A test is lost when the unpatched engine passes every repetition and the patched one fails any, or skips (some do
-    when they miss the moment they want to see) all of them. Any other hangs on the machine's timing and is unsteady.
-    """
-    names = suspects(reference, found)
-    reasons = {name: found[name].reason if name in found else "not run" for name in names}
-    rounds = [(unpatched(names), patched(names)) for _ in range(REPEATS if names else 0)]
-    lost = {
+def _lost(names: Sequence[str], rounds: Sequence[tuple[Outcomes, Outcomes]]) -> list[str]:
+    """Return those that pass unpatched in every round, and patched fail any or skip all of them."""
+    return [
         name
         for name in names
         if all(_outcome(was, name) == "passed" for was, _ in rounds)
         and (
             {_outcome(now, name) for _, now in rounds} & {"failed", "missing"} or _skips_always(rounds, name)
         )
-    }
+    ]
+
+
+def compare(reference: Outcomes, found: Outcomes, unpatched: Again, patched: Again) -> Comparison:
+    """Run suspects again on both engines, `REPEATS` times, and what seems lost then `CONFIRM` times more.
+
+    A test is lost when the unpatched engine passes every repetition and the patched one fails any of the first and any
+    of the second ones, or skips (some do when they miss the moment they want to see) all of them. Any other hangs on
+    the machine's timing and is unsteady: one that fails now and then on either engine may well do so thrice on one.
+    """
+    names = suspects(reference, found)
+    reasons = {name: found[name].reason if name in found else "not run" for name in names}
+    lost = names
+    for repeats in (REPEATS, CONFIRM):
+        asked = lost
+        lost = _lost(asked, [(unpatched(asked), patched(asked)) for _ in range(repeats if asked else 0)])
     return Comparison(
         {name: reasons[name] for name in names if name in lost},
         {name: reasons[name] for name in names if name not in lost},

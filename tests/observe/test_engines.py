@@ -25,6 +25,7 @@ from tests.engine.enginekit.models import zoo
 from tests.engine.enginekit.prompts import words
 from tests.engine.enginekit.server import Server
 from tests.observe.conftest import Observer
+from tests.support.ports import held_port
 from tests.support.wait import until
 
 pytestmark = pytest.mark.engine
@@ -184,19 +185,22 @@ def test_a_rate_amid_the_work_is_that_of_the_decoded_batches(
     server = engine("llama-mid", "drain", ARGS)
     with watching([url(server)], interval_s=0.05) as seen:
         seen.wait_samples()
-        running = [server.stream(words(300 + 90 * n, n), 30, tag=f"t{n}") for n in range(3)]
-        for exchange in running:
-            exchange.ok()
-        server.wait_idle()
-        seen.wait_samples()
+        for part in range(6):
+            running = [server.stream(words(300 + 90 * n, n), 30, tag=f"t{part}.{n}") for n in range(3)]
+            for exchange in running:
+                exchange.ok()
+            server.wait_idle()
+            seen.wait_samples()
+            tally = Tally()
+            points = [tally.add(sample) for sample in seen.samples()]
+            amid = sum(
+                a.busy and b.busy and b.prompt > a.prompt for a, b in zip(points, points[1:], strict=False)
+            )
+            # on a fast machine few samples fall into the work
+            if amid > 3:
+                break
     views = [(view.t_us / 1e6, view.prompt) for view in server.trace()]
-    samples = seen.samples()
-    tally = Tally()
-    points = [tally.add(sample) for sample in samples]
-    amid = [
-        (a, b) for a, b in zip(points, points[1:], strict=False) if a.busy and b.busy and b.prompt > a.prompt
-    ]
-    assert len(amid) > 3
+    assert amid > 3
     for point in points:
         least = sum(count for at, count in views if at < point.asked_s)
         most = sum(count for at, count in views if at <= point.answered_s)
@@ -312,13 +316,17 @@ def test_a_stock_engine_is_watched_gently_and_said_to_be_one(
 def test_a_restart_is_a_gap_and_a_new_run(engine_binary: Path, tmp_path: Path, watching: Watching) -> None:
     """Said to be gone, found again at the same port, and nothing is counted in between."""
     args = ("-np", "4", "-c", "4096", *ARGS)
-    with Server(engine_binary, zoo("llama"), args, tmp_path / "1") as first, watching([url(first)]) as seen:
+    with (
+        held_port() as port,
+        Server(engine_binary, zoo("llama"), (*args, "--port", str(port)), tmp_path / "1") as first,
+        watching([url(first)]) as seen,
+    ):
         seen.wait_samples()
         first.complete(words(20), 5)
         seen.wait_samples()
         first.stop()
         seen.wait_state(ServerState.GONE)
-        second = Server(engine_binary, zoo("llama"), (*args, "--port", str(first.port)), tmp_path / "2")
+        second = Server(engine_binary, zoo("llama"), (*args, "--port", str(port)), tmp_path / "2")
         with second:
             seen.wait_state(ServerState.UP)
             second.complete(words(20), 7)

@@ -113,7 +113,8 @@ def _payload(body: Any, headers: Mapping[str, str] | None) -> tuple[bytes | None
 class Exchange:
     """A POST on its own thread: collects events (a stream) or one body, and can be cut.
 
-    ``close()`` cuts the connection, as a client that leaves does.
+    ``close()`` cuts the connection, as a client that leaves does; with ``leave_after`` it is cut on the arrival of that
+    event of a stream.
     """
 
     def __init__(
@@ -123,9 +124,11 @@ class Exchange:
         body: Json,
         headers: Mapping[str, str] | None = None,
         *,
+        leave_after: int | None = None,
         timeout_s: float = 240.0,
     ) -> None:
         self.body = body
+        self._leave_after = leave_after
         self.status: int | None = None
         self.events: list[Event] = []
         self.raw = b""
@@ -186,6 +189,11 @@ class Exchange:
                 if "error" in event.data:
                     self.error = payload
                 self._changed.notify_all()
+            if len(self.events) == self._leave_after:
+                self.cut = True
+                with contextlib.suppress(OSError):
+                    self._socket.shutdown(socket.SHUT_RDWR)
+                return
 
     def wait(self, wanted: Callable[[Event], bool], what: str, *, timeout_s: float = 180.0) -> Event:
         """Return the first event that is ``wanted``; fail when the stream ends without it."""

@@ -20,6 +20,7 @@ from tests.engine.enginekit.http import Answer, Exchange, Json, request
 from tests.engine.enginekit.phase import PhaseEvent, parse_events
 from tests.engine.enginekit.trace import View, read_trace
 from tests.engine.enginekit.waiting import eventually
+from tests.support import processes
 
 READY_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 5.0
@@ -141,17 +142,14 @@ class Server:
         process = self._process
         if process is None or process.poll() is not None:
             return
-        children = psutil.Process(process.pid).children(recursive=True)
+        children = processes.below(process.pid)
         process.send_signal(signal.SIGTERM)
         try:
             process.wait(STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait(STOP_TIMEOUT_S)
-        for child in children:
-            if child.is_running():
-                child.kill()
-        psutil.wait_procs(children, STOP_TIMEOUT_S)
+        processes.kill(children)
 
     def get(self, path: str, *, timeout_s: float = 240.0) -> Answer:
         """GET ``path``."""
@@ -169,16 +167,22 @@ class Server:
         return request(self.port, "POST", path, body, headers, timeout_s=timeout_s)
 
     def start(
-        self, body: Json, *, tag: str | None = None, path: str = "/completion", **headers: str
+        self,
+        body: Json,
+        *,
+        tag: str | None = None,
+        path: str = "/completion",
+        leave_after: int | None = None,
+        **headers: str,
     ) -> Exchange:
-        """Post ``body`` on a thread; ``tag`` becomes ``x-request-id``.
+        """Post ``body`` on a thread; ``tag`` becomes ``x-request-id``; cut it at the event number ``leave_after``.
 
         Keyword headers: underscores become dashes.
         """
         sent = {name.replace("_", "-"): value for name, value in headers.items()}
         if tag is not None:
             sent["x-request-id"] = tag
-        exchange = Exchange(self.port, path, body, sent)
+        exchange = Exchange(self.port, path, body, sent, leave_after=leave_after)
         self._exchanges.append(exchange)
         return exchange
 
