@@ -18,7 +18,7 @@ from proxy.backends.gates import Gate, GateMode
 from proxy.backends.gpu import Gpus
 from proxy.backends.hosting import Hosting
 from proxy.backends.hostkeeper import HostStatus
-from proxy.backends.jobs import Job, JobKind
+from proxy.backends.jobs import Job
 from proxy.backends.leasing import Leasing
 from proxy.backends.loadjobs import LoadJobs
 from proxy.backends.names import Lookup, Resolver
@@ -296,38 +296,11 @@ class Fleet(FleetView):
         `cut` names those that still ran at the deadline. `then` block leaves the gate blocked. While an unload is
         under way this joins it: a sooner deadline and a block count, whoever began it.
         """
-        return self._begin(JobKind.UNLOAD, model, deadline_s, then, reason, mode, audit, cause)
-
-    def begin_drain(
-        self,
-        model: str,
-        *,
-        deadline_s: float | None = None,
-        then: Then = Then.BLOCK,
-        reason: str = "",
-        mode: GateMode | None = None,
-        audit: Audit = NOBODY,
-    ) -> Job:
-        """Drain as a job without stopping the engine. `cut` names those that still run at the deadline: they go on."""
-        return self._begin(JobKind.DRAIN, model, deadline_s, then, reason, mode, audit, Cause.OPERATOR)
-
-    def _begin(
-        self,
-        kind: JobKind,
-        model: str,
-        deadline_s: float | None,
-        then: Then,
-        reason: str,
-        mode: GateMode | None,
-        audit: Audit,
-        cause: Cause,
-    ) -> Job:
         self._runner(model)
-        if kind is JobKind.UNLOAD and cause is not Cause.RELOAD:
+        if cause is not Cause.RELOAD:
             self.refits.wish(model, loaded=False)
         return self._unloads.begin(
             model,
-            kind=kind,
             deadline_s=deadline_s,
             cause=cause,
             audit=audit,

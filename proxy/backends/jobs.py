@@ -19,7 +19,6 @@ class JobKind(StrEnum):
 
     LOAD = "load"
     UNLOAD = "unload"
-    DRAIN = "drain"
     FORCE = "force"
 
 

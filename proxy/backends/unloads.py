@@ -1,7 +1,7 @@
-"""Unload, drain and force-unload: how a model's requests and its process end, in which order.
+"""Unload and force-unload: how a model's requests and its process end, in which order.
 
-`drain` and `unload` let running requests finish until a deadline and name those that were cut at it. `force` is
-bounded by the model's grace + 2 s whatever the engine does:
+An unload lets running requests finish until a deadline and names those that were cut at it. `force` is bounded by
+the model's grace + 2 s whatever the engine does:
 
 1. in one synchronous step: the model drains (no grant, no load) and its generation is bumped, so that everything
    which names the old one is stale; 2. waiting requests end; 3. running ones are told why, and only then their
@@ -115,7 +115,6 @@ class Unloads:
         self,
         model: str,
         *,
-        kind: JobKind,
         deadline_s: float | None,
         cause: Cause,
         audit: Audit,
@@ -123,14 +122,14 @@ class Unloads:
         reason: str,
         mode: GateMode,
     ) -> Job:
-        """Start an unload (or, `kind` drain, only its first half) as a job, or join the one under way.
+        """Start an unload as a job, or join the one under way.
 
         `deadline_s` None is the model's `stop.drain_s`; an operator who joins without one has no wish of his own.
         Whoever joins can make it end sooner and leave the gate blocked, not the opposite.
         """
         now, drain_s = self._clock(), self._model(model).stop.drain_s
-        job, new = self._desk.open(kind, model, cause, audit)
-        after = blocked(reason or f"{kind.value}ed", mode, audit) if then is Then.BLOCK else None
+        job, new = self._desk.open(JobKind.UNLOAD, model, cause, audit)
+        after = blocked(reason or "unloaded", mode, audit) if then is Then.BLOCK else None
         if new:
             until = now + (drain_s if deadline_s is None else deadline_s)
             self._wishes[job.id] = wish = _Wish(now, until, after, self._forces[model])
@@ -158,14 +157,12 @@ class Unloads:
         try:
             with draining:
                 cut = await self._drained(model, lambda: wish.until, job)
-                report = None
-                if job.kind is JobKind.UNLOAD:
-                    if not cut:
-                        self._desk.advance(job.id, Progress("saving", requests_left=0))
-                        await self._saved(model)
-                    self._desk.advance(job.id, Progress("stopping", requests_left=0))
-                    report = await self._stopped(model, job.cause, reason)
-                    self._took(report, wish.began)
+                if not cut:
+                    self._desk.advance(job.id, Progress("saving", requests_left=0))
+                    await self._saved(model)
+                self._desk.advance(job.id, Progress("stopping", requests_left=0))
+                report = await self._stopped(model, job.cause, reason)
+                self._took(report, wish.began)
                 if wish.after is not None:
                     self._gates.set(model, wish.after)
             problem = await self._left_blocked(model, wish)
@@ -177,7 +174,7 @@ class Unloads:
             self._desk.close(job.id, JobState.FAILED, error=f"{error}", code=ErrorCode.INTERNAL_ERROR.value)
             return
         result = _result(report, problem)
-        if report is not None and report.left:
+        if report.left:
             words = f"processes {', '.join(map(str, report.left))} outlived a KILL"
             self._desk.close(job.id, JobState.FAILED, error=words, cut=cut, result=result)
         elif self._forces[model] != wish.forces:
@@ -394,8 +391,6 @@ def _unloaded(model: str, cause: Cause, reason: str) -> ProxyError:
     return ProxyError(ErrorCode.MODEL_UNLOADED, text)
 
 
-def _result(report: UnloadReport | None, problem: str) -> dict[str, Any]:
-    result: dict[str, Any] = {"warning": problem} if problem else {}
-    if report is not None:
-        result |= {"exit_code": report.code, "signals": list(report.signals), "left": list(report.left)}
-    return result
+def _result(report: UnloadReport, problem: str) -> dict[str, Any]:
+    result = {"exit_code": report.code, "signals": list(report.signals), "left": list(report.left)}
+    return result | ({"warning": problem} if problem else {})

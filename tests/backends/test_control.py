@@ -383,21 +383,23 @@ async def test_a_drain_lets_running_requests_finish_and_names_those_it_cuts(worl
     assert 1 in left and left[-1] == 0
 
 
-async def test_a_drain_can_refuse_newcomers_and_leave_the_engine(worlds, engine_binary, mid_model):
+async def test_a_drain_can_refuse_newcomers_and_leave_the_gate_blocked(worlds, engine_binary, mid_model):
     model = {"path": mid_model, "stop": {"grace_s": GRACE_S, "new_requests": "reject"}}
     world = worlds({"m": model}, engine_binary)
     fleet = world.fleet
     await fleet.load("m")
     running = world.client("running", n_predict=1500)
     await eventually(lambda: running.sink.parts)
-    job = fleet.begin_drain("m", deadline_s=200, reason="look into it")
+    job = fleet.begin_unload("m", deadline_s=200, then=Then.BLOCK, reason="look into it")
     await asyncio.sleep(0)
     refused = world.client("refused")
     await refused.task
     assert refused.outcome == "model_draining"
     ended = await fleet.jobs.wait(job.id, 200)
     assert ended.state is JobState.DONE and ended.cut == () and running.outcome == "completed"
-    assert fleet.status("m").state == "ready" and fleet.gates.gate("m").state is AdminState.BLOCKED
+    gate = fleet.gates.gate("m")
+    assert fleet.status("m").state == "unloaded"
+    assert (gate.state, gate.reason) == (AdminState.BLOCKED, "look into it")
 
 
 async def test_a_gate_holds_over_an_unload_and_a_load_and_survives_a_restart(
