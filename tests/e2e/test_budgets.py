@@ -84,7 +84,7 @@ def test_queue_timeout_goes_on_behind_the_slots(
 def test_first_token_timeout(start: Callable[..., Proxy], demo_model: Path) -> None:
     """A prompt that takes longer than allowed is given up in the engine, too. (The engine begins a stream with
     the prompt, so a streaming client is told in the stream.)"""
-    proxy = start(one_slot(demo_model, {"first_token_timeout_s": 0.5}))
+    proxy = start(one_slot(demo_model, {"first_token_timeout_s": 2}))
     begun(ask(proxy, 1)).rest()
     for stream in (False, True):
         slow = ask(proxy, 4, f"{stream} the small box " * 1500, stream=stream)
