@@ -37,7 +37,11 @@ async def attempt(recipe: Recipe, progress: Progress, left: RunRecord | None) ->
     except ProxyError:
         raise
     except Exception as failed:
-        await recipe.runs.reap_unclaimed(left)
+        try:
+            await recipe.runs.reap_unclaimed(left)
+        except Exception:
+            # its record stays: a reconcile finds it
+            _log.exception("a process of an earlier proxy was not ended", model=recipe.name)
         if limit.expired():
             raise _late(recipe, progress) from None
         # a system call's own ETIMEDOUT is a `TimeoutError`, too

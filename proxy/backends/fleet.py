@@ -219,6 +219,8 @@ class Fleet(FleetView):
         await self._caretaker.stop()
         await self._hosting.stop()
         await self.refits.close()
+        # a load that was to follow an unload would follow one that is part of this
+        await self._loads.close()
         grace_s = max(0.0, deadline_s - STOP_MARGIN_S)
         await asyncio.gather(
             *(

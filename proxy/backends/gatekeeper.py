@@ -43,17 +43,21 @@ class Gatekeeper:
         self._tell = tell
         self._saving = asyncio.Lock()
         self._savers: set[asyncio.Task[str]] = set()
+        self._saver: asyncio.Task[str] | None = None
+        """Writes, or wrote, the gates as they are; None since the last change."""
         for name in models:
             self.add(name)
 
     def add(self, model: str) -> None:
         """Take in a model, with an open gate."""
         self._gates[model], self._draining[model] = OPEN, []
+        self._saver = None
         self._metrics.gate_blocked.labels(model).set(0)
 
     def forget(self, model: str) -> None:
         """Let go of a model that is no more."""
         self._gates.pop(model, None)
+        self._saver = None
         self._draining.pop(model, None)
 
     def restore(self) -> None:
@@ -77,6 +81,7 @@ class Gatekeeper:
         """Set a gate, effective before this returns; `save` makes it last."""
         before = self._gates[model]
         self._gates[model] = gate
+        self._saver = None
         _log.info(
             "gate",
             model=model,
@@ -94,13 +99,15 @@ class Gatekeeper:
 
         They are written whether or not the caller stays; the answer comes `within_s`, whatever the disk does.
         """
-        saver = self.save_soon()
+        saver = self._saver
+        if saver is None or (saver.done() and saver.result()):
+            saver = self.save_soon()
         done, _ = await asyncio.wait((saver,), timeout=within_s)
         return saver.result() if done else f"{FILE} is still being written: the disk is slow or hangs"
 
     def save_soon(self) -> "asyncio.Task[str]":
         """Begin to write the gates down, for whoever may not live to see it done."""
-        saver = asyncio.create_task(self._save(), name="save-gates")
+        self._saver = saver = asyncio.create_task(self._save(), name="save-gates")
         self._savers.add(saver)
         saver.add_done_callback(self._savers.discard)
         return saver

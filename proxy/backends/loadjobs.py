@@ -59,8 +59,12 @@ class LoadJobs:
 
     async def _follow(self, job: Job, leaving: Job, cause: Cause) -> None:
         """Load once the model is unloaded; what took the unload's place takes the load's, too."""
-        while not leaving.ended:
-            leaving = await self._desk.wait(leaving.id, GONE_S) or leaving
+        try:
+            while not leaving.ended:
+                leaving = await self._desk.wait(leaving.id, GONE_S) or leaving
+        except asyncio.CancelledError:
+            self._close(job.model, JobState.CANCELLED, error="the proxy is shutting down")
+            raise
         if leaving.state is not JobState.DONE:
             self._close(job.model, leaving.state, error=f"it was to follow an unload: {leaving.error}")
             return
@@ -71,7 +75,7 @@ class LoadJobs:
             self._failed(job.model, gone)
 
     async def close(self) -> None:
-        """End the meters, and what would load later."""
+        """End the meters, and what would load later. Loads under way may still end as jobs."""
         tasks = {*self._meters, *self._later.values()}
         for task in tasks:
             task.cancel()

@@ -186,6 +186,9 @@ class Gatekeeper:
 
         What it reads, its browser keeps from it.
         """
+        if request.headers.get("Sec-Fetch-Site") == "same-origin":
+            # its browser says so, whatever a server in front made of the Host
+            return
         reads = request.method in {"GET", "HEAD"}
         if reads or self._server.insecure_no_keys or "*" in self._server.cors_origins:
             return

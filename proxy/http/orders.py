@@ -4,6 +4,7 @@ import asyncio
 from typing import Annotated, Any, Final, Literal, TypeVar
 
 from aiohttp import web
+from aiohttp.web_protocol import RequestPayloadError
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from proxy.errors import ErrorCode, ProxyError
@@ -87,6 +88,9 @@ async def read(request: web.Request, kind: type[_Order], server: Server) -> _Ord
     except TimeoutError:
         text = f"the body did not arrive within {server.body_timeout_s:g} s (server.body_timeout_s)"
         raise ProxyError(ErrorCode.REQUEST_TIMEOUT, text, headers={"Connection": "close"}) from None
+    except RequestPayloadError as error:
+        text = f"the body is not well-formed HTTP: {error}"
+        raise ProxyError(ErrorCode.INVALID_REQUEST, text, headers={"Connection": "close"}) from None
     try:
         return kind.model_validate_json(bytes(data) or b"{}")
     except ValidationError as error:

@@ -14,7 +14,7 @@ from proxy.backends.jobs import JobState
 from proxy.backends.ports import NoRequests
 from proxy.backends.process import EngineProcess, StopReport
 from proxy.backends.views import Then
-from proxy.errors import ErrorCode
+from proxy.errors import ErrorCode, ProxyError
 from proxy.metrics import Metrics
 from proxy.state import StateDir
 from proxy.types import AdminState, Cause
@@ -139,6 +139,52 @@ async def test_a_load_that_was_to_follow_ends_with_its_model(worlds, engine_bina
     assert (await fleet.jobs.wait(load.id, LONG_S)).ended
     await asyncio.wait_for(gone.wait(), LONG_S)
     assert fleet.jobs.get(unload.id).state is JobState.DONE
+
+
+@engine
+async def test_nothing_follows_an_unload_that_a_shutdown_overtakes(worlds, engine_binary, mid_model):
+    """A load that was to follow it ends with the proxy: no engine is started on its way down."""
+    world = worlds({"m": {"path": mid_model}, "slow": {"path": mid_model}}, engine_binary)
+    fleet = world.fleet
+    await asyncio.gather(fleet.load("m"), fleet.load("slow"))
+    # an engine with a client that does not leave takes its grace to end
+    _, stays = await asyncio.open_connection("127.0.0.1", fleet.status("slow").port)
+    stays.write(b"GET /props HTTP/1.1\r\n")
+    pid, running = fleet.status("m").pid, await at_work(world)
+    unload = fleet.begin_unload("m", deadline_s=600, audit=ME)
+    load = fleet.begin_load("m", OTHER)
+    assert not load.ended
+    world.admission.shutdown(ProxyError(ErrorCode.SHUTTING_DOWN, "over"), cut=True)
+    await asyncio.wait_for(fleet.stop(LONG_S), LONG_S)
+    await asyncio.wait_for(running.task, LONG_S)
+    assert fleet.status("m").state == "unloaded" and not alive(pid)
+    assert fleet.jobs.get(unload.id).ended and fleet.jobs.get(load.id).state is JobState.CANCELLED
+    stays.close()
+
+
+async def test_gates_that_are_written_are_written(tmp_path, monkeypatch):
+    """Who asks for them to be saved again, without any time, is told that they are; a failed try is repeated."""
+    state = StateDir.open(tmp_path)
+    gates = Gatekeeper(
+        ("m",),
+        state=state,
+        requests=NoRequests(),
+        apply=lambda *_: None,
+        metrics=Metrics(),
+        tell=lambda _: None,
+    )
+    gates.set("m", blocked("x"))
+    assert await gates.save() == "" and await gates.save(0.0) == ""
+    gates.set("m", blocked("y"))
+    assert "still being written" in await gates.save(0.0)
+    await gates.close()
+    assert await gates.save(0.0) == "" and "y" in (tmp_path / "gates.json").read_text()
+    gates.set("m", blocked("z"))
+    with monkeypatch.context() as patched:
+        patched.setattr(state, "write", lambda *_: "no room")
+        assert await gates.save() == "no room"
+    assert await gates.save() == "" and "z" in (tmp_path / "gates.json").read_text()
+    state.close()
 
 
 @engine

@@ -157,6 +157,8 @@ async def test_foreign_pages_may_not_operate(headers, wanted):
         ({}, {"Origin": "http://localhost:1"}, 403),
         ({}, {"Sec-Fetch-Site": "cross-site"}, 403),
         ({}, {"Sec-Fetch-Site": "same-origin"}, 200),
+        # a page of our own, behind a server that calls us by another name
+        ({}, {"Origin": "https://own.example", "Sec-Fetch-Site": "same-origin"}, 200),
         # an application with a web view, not a page
         ({}, {"Origin": "vscode-webview://1ab"}, 200),
         ({"cors_origins": ["https://evil.example"]}, {"Origin": "https://evil.example"}, 200),

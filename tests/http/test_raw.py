@@ -7,6 +7,7 @@ import pytest
 
 from proxy.http.uploads import Upload
 
+from .test_operate import proxy as operated
 from .world import house, raw, settings, until
 
 BODY = b'{"model":"demo","messages":[]}'
@@ -115,6 +116,23 @@ async def test_a_body_that_turns_bad_behind_its_first_segment_is_refused_at_once
         assert status == 400 and "chunk size" in value["error"]["message"]
         assert h.engine.requests == [] and h.live() == 0
     assert "Unhandled" not in caplog.text
+
+
+async def test_an_order_that_turns_bad_behind_its_first_segment_is_the_operators_mistake(monkeypatch):
+    begun = []
+    monkeypatch.setattr("proxy.http.orders.check_length", lambda *_: begun.append(1))
+    async with operated() as (_, client):
+        reader, writer = await asyncio.open_connection("127.0.0.1", client._base_url.port)
+        try:
+            head = b"POST /api/gate HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer adm\r\n"
+            kind = b"Content-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+            writer.write(head + kind + b"1\r\n{\r\n")
+            await until(lambda: begun)
+            writer.write(b"zz\r\n" + SMUGGLED)
+            status, value = only_answer(await asyncio.wait_for(reader.read(), 20))
+        finally:
+            writer.close()
+        assert status == 400 and "chunk size" in value["error"]["message"]
 
 
 @pytest.mark.parametrize("name", NOT_FOUND)
