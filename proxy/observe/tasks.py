@@ -22,22 +22,28 @@ _DONE: Final = frozenset({MemberState.READY, MemberState.GENERATE, MemberState.P
 class _Prompt:
     """A prompt, how much of it has been counted, and what of it was cached, once known; shared by parent and children.
 
-    `owner` is the one that was seen computing it: if it is cancelled, one of the others begins anew.
+    `owner` is the one that was seen computing it: if it is cancelled, one of the others begins anew. Once it is `whole` all
+    of them are, except for those whose parent was cancelled, who may be `orphans`: each of these computes it for itself.
     """
 
     total: int
     computed: int = 0
     cached: int | None = None
     settled: bool = False
+    whole: bool = False
+    orphans: bool = False
     admitted: bool = True
     owner: "_Task | None" = None
 
 
 @dataclass(slots=True, eq=False)
 class _Task:
+    """`seen` is how far it was when it was last looked at."""
+
     prompt: _Prompt
     id: int | None = None
     ready: bool = False
+    seen: int = 0
 
 
 class TaskBook:
@@ -68,7 +74,8 @@ class TaskBook:
                 unsure += self._event(event, ended)
         for slot in report.slots:
             if slot.busy:
-                computed += self._see(slot)
+                more, maybe = self._see(slot)
+                computed, unsure = computed + more, unsure + maybe
         # last, because a slot may tell what an ended task of the same prompt had
         for task in ended:
             more, maybe = _end(task)
@@ -88,7 +95,10 @@ class TaskBook:
                 self._tasks[event.slot] = _Task(_Prompt(event.tokens, admitted=False))
                 return _cut(task)
             case "ready" if task is not None:
-                task.ready = True
+                # of orphans each computes the prompt, and no view may have shown this one at it
+                own = task.prompt.whole and task.prompt.orphans and not task.ready
+                task.ready = task.prompt.whole = True
+                return _most(task.prompt) if own else 0
             case "release" if task is not None:
                 del self._tasks[event.slot]
                 if not task.ready:
@@ -104,22 +114,31 @@ class TaskBook:
             self._group, self._group_prompt = group, _Prompt(event.tokens)
         return self._group_prompt
 
-    def _see(self, slot: SlotView) -> int:
+    def _see(self, slot: SlotView) -> tuple[int, int]:
+        """Take what a slot shows; return the tokens that are new, and those that passed for another one's before."""
         task = self._tasks.get(slot.id)
         if task is None:
             task = self._tasks[slot.id] = self._found(slot, counted=0)
         task.id = slot.task
+        if task.prompt.whole and not task.ready and in_progress(slot):
+            # what was counted is the one's that is whole
+            if task.prompt.owner is task:
+                task.prompt.owner = None
+            task.prompt = _Prompt(task.prompt.total)
         processed, cached = slot.processed_tokens or 0, slot.cached_tokens
         if processed or cached:
             # before its prompt begins a slot says 0 and 0
             task.prompt.cached = cached or 0
         if not task.prompt.admitted and not in_progress(slot):
-            return 0
-        grown = max(0, processed - task.prompt.computed)
-        task.prompt.computed += grown
+            return 0, 0
+        # what it had before is never new, whatever became of those it shared its prompt with
+        before, task.seen = task.seen, processed
+        hidden = max(0, before - task.prompt.computed)
+        grown = max(0, processed - max(before, task.prompt.computed))
+        task.prompt.computed = max(processed, task.prompt.computed)
         if grown and in_progress(slot):
             task.prompt.owner = task
-        return grown
+        return grown, hidden
 
     @staticmethod
     def _found(slot: SlotView, counted: int) -> _Task:
@@ -135,9 +154,17 @@ def _rest(prompt: _Prompt) -> int:
     return max(0, prompt.total - (prompt.cached or 0) - prompt.computed)
 
 
+def _most(prompt: _Prompt) -> int:
+    return max(0, prompt.total - (prompt.cached or 0))
+
+
 def _cut(task: _Task) -> int:
     """Return how many more tokens a prompt that did not become whole may have had."""
     prompt = task.prompt
+    if prompt.whole:
+        # it computed for itself what another one was whole with
+        return _most(prompt)
+    prompt.orphans = True
     if prompt.settled or prompt.owner not in (None, task):
         return 0
     rest = _rest(prompt)

@@ -5,7 +5,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from proxy.backends.slots import SlotsReport
@@ -106,6 +106,8 @@ def test_transitions_count_generated_tokens_exactly(seed: int, counters: bool, r
 
 
 @given(seeds, st.booleans())
+# two children of a cancelled parent compute the prompt each for itself: one is cut when the other is whole
+@example(188292, True)
 @settings(max_examples=150, deadline=None)
 def test_counters_count_prompts_exactly_at_rest(seed: int, native: bool) -> None:
     """Never too much at any sample, and exact when the engine rests; children and cancelled prompts included."""
@@ -137,6 +139,8 @@ def test_counters_count_generated_tokens_of_a_stock_engine(seed: int, rest: bool
 
 
 @given(seeds)
+# of the children of a cancelled parent two became whole, one of them between two views
+@example(3597909532)
 @settings(max_examples=150, deadline=None)
 def test_without_counters_the_doubt_is_told(seed: int) -> None:
     """The truth lies between what was counted and that plus what is unsure."""
